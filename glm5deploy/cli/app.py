@@ -1,0 +1,81 @@
+"""The Typer application, the one error boundary, and the exit codes.
+
+0 done or up to date · 1 a stage failed · 2 wrong usage · 3 ``status`` found something stale · 130 interrupted
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from glm5deploy import __version__
+from glm5deploy.cli.run import run
+from glm5deploy.cli.session import current_output
+from glm5deploy.cli.status import reset, status
+from glm5deploy.errors import DeployError
+
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="glm5deploy",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def boundary(command: Callable[..., None]) -> Callable[..., None]:
+    """The only place that turns errors into messages and exit codes."""
+
+    @functools.wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except DeployError as error:
+            current_output().error(error.message, error.hint, error.exit_code)
+            if os.environ.get("GLM5DEPLOY_DEBUG"):
+                raise
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            current_output().error("interrupted", "run the same command again to go on where it stopped", 130)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        finally:
+            current_output().close()
+
+    return guarded
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        current_output().result({"version": __version__}, f"glm5deploy {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """From split GLM-5 GGUF shards to a tensor-parallel vLLM endpoint with true sparse attention."""
+
+
+for _command in (run, status, reset):
+    app.command()(boundary(_command))
+
+
+def main() -> None:
+    """Console entry point. SIGTERM is handled like Ctrl-C, so that a stage can stop cleanly."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    app(prog_name="glm5deploy")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""The only place that prints. Data go to stdout, everything else to stderr; ``--json`` prints one object.
+
+On a terminal long work has progress bars; in a pipe it is a line every few seconds. With ``--json`` events are JSON
+lines on stderr. No colour codes leave this module unless the stream is a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from glm5deploy.cli.text import cell, human_bytes, human_seconds, lines
+from glm5deploy.pipeline.events import Event
+from glm5deploy.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+class Output:
+    def __init__(self, *, json_mode: bool = False) -> None:
+        self.json_mode = json_mode
+        self._meters: dict[str, _Meter] = {}
+        self._bars: Bars | None = None
+        self._tasks: dict[str, int] = {}
+
+    def result(self, value: Mapping[str, object], text: str | None = None) -> None:
+        """The command's one result: the object as JSON, or ``text``, or the object as lines and tables."""
+        self.close()
+        if self.json_mode:
+            print(json.dumps(value, ensure_ascii=False, default=str), flush=True)
+        elif text is not None:
+            print(text, flush=True)
+        else:
+            self._show(value)
+
+    def error(self, message: str, hint: str | None, exit_code: int) -> None:
+        self.close()
+        if self.json_mode:
+            error = {"error": {"message": message, "hint": hint, "exit_code": exit_code}}
+            print(json.dumps(error, ensure_ascii=False), flush=True)
+            return
+        self._say(f"error: {message}", "bold red")
+        if hint:
+            self._say(f"hint: {hint}", "cyan")
+
+    def note(self, message: str) -> None:
+        if not self.json_mode:
+            self._say(message, None)
+
+    def warning(self, message: str) -> None:
+        if not self.json_mode:
+            self._say(f"warning: {message}", "yellow")
+
+    def progress(self, progress: Progress) -> None:
+        """A :data:`~glm5deploy.progress.ProgressSink` for work outside the pipeline."""
+        self._progress("", progress)
+
+    def event(self, event: Event) -> None:
+        """An :data:`~glm5deploy.pipeline.events.EventSink`."""
+        if event.kind == "progress" and event.progress is not None:
+            self._progress(event.stage, event.progress)
+            return
+        if self.json_mode:
+            self._json_line(event)
+            return
+        if event.kind in ("finished", "failed"):
+            self.close()
+        words = {"up-to-date": "up to date", "started": "…", "finished": "done"}
+        if event.kind == "failed":
+            return  # the error boundary says it once
+        text = event.message or words.get(event.kind, event.kind)
+        if event.kind == "finished":
+            text = f"done in {human_seconds(float(str(event.data.get('seconds', 0))))}"
+        style = {"warning": "yellow", "finished": "green", "started": "bold"}.get(event.kind)
+        prefix = "warning: " if event.kind == "warning" else ""
+        self._say(f"{event.stage:<8} {prefix}{text}", style)
+
+    def close(self) -> None:
+        """Take progress bars off the terminal."""
+        if self._bars is not None:
+            self._bars.stop()
+        self._bars = None
+        self._tasks.clear()
+        self._meters.clear()
+
+    def _progress(self, stage: str, progress: Progress) -> None:
+        meter = self._meters.setdefault(progress.task, _Meter(progress.done))
+        if sys.stderr.isatty() and not self.json_mode:
+            self._bar(progress)
+        elif meter.due(progress):
+            if self.json_mode:
+                self._json_line(Event(stage, "progress", progress=progress))
+            else:
+                self._say(f"{stage:<8} {progress.task}: {meter.text(progress)}".strip(), None)
+
+    def _bar(self, progress: Progress) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import Progress as Bars
+
+        if self._bars is None:
+            self._bars = Bars(
+                "{task.description}",
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._bars.start()
+        if progress.task not in self._tasks:
+            self._tasks[progress.task] = self._bars.add_task(progress.task, total=progress.total)
+        task = self._tasks[progress.task]
+        self._bars.update(task, completed=progress.done, total=progress.total)  # type: ignore[arg-type]
+        if progress.done >= progress.total:
+            self._bars.update(task, visible=False)  # type: ignore[arg-type]
+
+    def _say(self, message: str, style: str | None) -> None:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.text import Text
+
+            console = self._bars.console if self._bars is not None else Console(stderr=True)
+            console.print(Text(message, style=style or ""), soft_wrap=True)
+        else:
+            print(message, file=sys.stderr, flush=True)
+
+    def _json_line(self, event: Event) -> None:
+        value = {key: item for key, item in asdict(event).items() if item}
+        print(json.dumps(value, ensure_ascii=False, default=str), file=sys.stderr, flush=True)
+
+    def _show(self, value: Mapping[str, object]) -> None:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        for item in lines(value):
+            if isinstance(item, str):
+                console.print(Text(item), soft_wrap=True)
+                continue
+            table = Table(box=box.SIMPLE)
+            for key, first in item[0].items():
+                number = isinstance(first, (int, float)) and not isinstance(first, bool)
+                table.add_column(key.replace("_", " "), justify="right" if number else "left", overflow="fold")
+            for row in item:
+                table.add_row(*(Text(cell(key, entry)) for key, entry in row.items()))
+            console.print(table)
+
+
+class _Meter:
+    """Rate and ETA of one task since it was first seen, and when its next line is due."""
+
+    def __init__(self, done: int) -> None:
+        self._begin = time.monotonic()
+        self._first = done
+        self._last_line = self._begin
+
+    def due(self, progress: Progress) -> bool:
+        now = time.monotonic()
+        if now - self._last_line < SECONDS_BETWEEN_LINES:
+            return False
+        self._last_line = now
+        return progress.done < progress.total
+
+    def text(self, progress: Progress) -> str:
+        rate = (progress.done - self._first) / max(time.monotonic() - self._begin, 1e-6)
+        left = human_seconds((progress.total - progress.done) / rate) if rate > 0 else "unknown"
+        if progress.unit == "bytes":
+            done, total, speed = human_bytes(progress.done), human_bytes(progress.total), f"{human_bytes(rate)}/s"
+        else:
+            done, total, speed = str(progress.done), str(progress.total), f"{rate:.1f}/s"
+        note = f" {progress.note}" if progress.note else ""
+        return f"{done} of {total}, {speed}, {left} left{note}"

@@ -1,0 +1,77 @@
+"""What every command needs: where to print, the work folder, the settings, the pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from glm5deploy.cli.output import Output
+from glm5deploy.config import Config, load_config
+from glm5deploy.pipeline.events import Events
+from glm5deploy.pipeline.runner import Pipeline, StageResult
+from glm5deploy.pipeline.stage import Stage
+from glm5deploy.pipeline.status import BlockedBy, Stale, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    output: Output
+    workdir: Path
+    config: Config
+
+    @classmethod
+    def open(
+        cls, *, workdir: Path, config: Path | None, json_mode: bool, flags: Mapping[str, object] | None = None
+    ) -> Session:
+        """Settings from ``config`` (or the work folder's glm5deploy.toml), the environment and ``flags``."""
+        workdir = workdir.expanduser().absolute()
+        beside = workdir / "glm5deploy.toml"
+        file = config if config is not None else (beside if beside.is_file() else None)
+        return cls(current_output(json_mode=json_mode), workdir, load_config(file, os.environ, flags or {}))
+
+    def pipeline(self, *replacements: Stage) -> Pipeline:
+        from glm5deploy.stages import all_stages
+
+        return Pipeline(all_stages(*replacements), self.workdir, self.config, Events(self.output.event))
+
+    def execute(
+        self,
+        first: str | None,
+        last: str | None,
+        *replacements: Stage,
+        force: bool = False,
+        dry_run: bool = False,
+    ) -> list[StageResult]:
+        """Run (or, with ``dry_run``, plan) a range of stages and print the result."""
+        pipeline = self.pipeline(*replacements)
+        if dry_run:
+            plans = pipeline.plans(first, last)
+            self.output.result({p.name: {**status_words(p.status), **(p.plan or {})} for p in plans})
+            return []
+        results = pipeline.run(first, last, force=force)
+        shown = {r.name: {"ran": r.ran, "seconds": r.seconds, **r.outputs} for r in results}
+        text = "\n".join(f"{r.name:<8} {r.outputs.get('summary', 'done')}" for r in results)
+        self.output.result(shown, text)
+        return results
+
+
+def status_words(status: Status) -> dict[str, object]:
+    """A status as words for people and JSON alike."""
+    if isinstance(status, Stale):
+        return {"status": "to do", "reasons": list(status.reasons)}
+    if isinstance(status, BlockedBy):
+        return {"status": "waits", "reasons": [f"{status.stage} comes first"]}
+    return {"status": "up to date", "reasons": []}
+
+
+_output = Output()
+
+
+def current_output(*, json_mode: bool | None = None) -> Output:
+    """The process's one output; the error boundary prints to the same one the command chose."""
+    global _output
+    if json_mode is not None and json_mode != _output.json_mode:
+        _output = Output(json_mode=json_mode)
+    return _output

@@ -1,0 +1,81 @@
+"""Small durable files: written whole or not at all, and read without trust."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+MAX_JSON_BYTES = 64 << 20
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write to a temporary name in the same folder, fsync, rename, fsync the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in ``folder`` durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    write_atomically(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, object] | None:
+    """The JSON object in ``path``; ``None`` when there is no such file.
+
+    :raises ValueError: the file is not a JSON object, or is absurdly large.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_JSON_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"larger than {MAX_JSON_BYTES} bytes")
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+def file_facts(path: Path) -> dict[str, object]:
+    """Size in bytes and mtime in nanoseconds: enough to notice a change, cheap enough to ask every time."""
+    found = path.stat()
+    return {"path": str(path), "size": found.st_size, "mtime_ns": found.st_mtime_ns}
+
+
+def changed_file(facts: Mapping[str, object]) -> str | None:
+    """Why a file is no longer as :func:`file_facts` recorded it, or ``None`` when it is."""
+    path = Path(str(facts["path"]))
+    try:
+        now = file_facts(path)
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    if now["size"] != facts["size"]:
+        return f"{path} has {now['size']} bytes, not {facts['size']}"
+    if now["mtime_ns"] != facts["mtime_ns"]:
+        return f"{path} was modified"
+    return None
