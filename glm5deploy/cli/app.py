@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from glm5deploy import __version__
+from glm5deploy.cli.install import install
 from glm5deploy.cli.run import run
 from glm5deploy.cli.session import current_output
 from glm5deploy.cli.status import reset, status
@@ -67,7 +68,7 @@ def root(
     """From split GLM-5 GGUF shards to a tensor-parallel vLLM endpoint with true sparse attention."""
 
 
-for _command in (run, status, reset):
+for _command in (run, install, status, reset):
     app.command()(boundary(_command))
 
 
