@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# All checks and tests; what CI runs. `scripts/check.sh --fast` leaves out everything that starts an engine.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bin=.venv/bin
+unless="gpu"
+case "${1:-}" in
+  "") ;;
+  --fast) unless="gpu or engine or slow" ;;
+  *) echo "usage: scripts/check.sh [--fast]" >&2; exit 2 ;;
+esac
+
+step() { printf '\n== %s\n' "$1"; shift; "$@"; }
+step "lint" $bin/ruff check .
+step "format" $bin/ruff format --check .
+step "types" $bin/mypy
+step "import contracts" $bin/lint-imports
+# Triton decides at its first import whether kernels run in its interpreter, so kernel tests have a process of their own.
+step "kernels" env TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $bin/pytest -q tests/kernels tests/quants -m "not ($unless)"
+step "everything else" $bin/pytest -q tests --ignore=tests/kernels --ignore=tests/quants -m "not ($unless)"

@@ -1,0 +1,18 @@
+"""Every test starts from the same environment, whatever the developer's shell has set."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+KEPT = {"GLM5DEPLOY_TEST_DATA"}
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("GLM5DEPLOY_", "HF_")) and name not in KEPT:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
