@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "vllm", "huggingface_hub", "numpy", "httpx", "gguf", "triton", "transformers")
+
+
+def glm5deploy(*args: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "glm5deploy.cli.app", *args]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=60, env={**os.environ, **(env or {})}
+    )
+
+
+def test_starting_imports_nothing_heavy() -> None:
+    code = f"import sys, glm5deploy.cli.app; print([m for m in {HEAVY!r} if m in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_help_takes_less_than_a_third_of_a_second_of_cpu(tmp_path: Path) -> None:
+    """CPU time, the best of five: wall time on a shared machine says nothing."""
+
+    def seconds() -> float:
+        before = os.times()
+        assert glm5deploy("--help", cwd=tmp_path).returncode == 0
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    assert min(seconds() for _ in range(5)) < 0.3
+
+
+def test_status_of_nothing_is_stale_with_reasons_and_exit_code_3(tmp_path: Path) -> None:
+    answer = glm5deploy("status", "--json", "--workdir", "w", cwd=tmp_path)
+    assert answer.returncode == 3
+    stages = {s["stage"]: s for s in json.loads(answer.stdout)["stages"]}
+    assert list(stages) == ["fetch", "merge", "patch", "install", "serve"]
+    assert stages["fetch"]["status"] == "to do"
+    assert stages["merge"] == {"stage": "merge", "status": "waits", "reasons": ["fetch comes first"]}
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_pipe_gets_no_colour_codes_and_data_go_to_stdout(tmp_path: Path) -> None:
+    answer = glm5deploy("status", cwd=tmp_path)
+    assert "\x1b" not in answer.stdout + answer.stderr
+    assert "has not succeeded yet" in answer.stdout
+    assert answer.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["reset", "bake"], 2, "there is no stage 'bake'"),
+        (["run", "--from", "serve", "--until", "fetch"], 2, "serve comes after fetch"),
+        (["status", "--config", "none.toml"], 2, "cannot read the configuration none.toml"),
+        (["merge"], 1, "merge needs fetch"),
+        (["patch"], 1, "patch needs "),
+        (["install"], 1, "install needs patch"),
+        (["serve"], 1, "serve needs "),
+    ],
+)
+def test_errors_are_one_line_with_a_next_step(tmp_path: Path, args: list[str], code: int, message: str) -> None:
+    answer = glm5deploy(*args, cwd=tmp_path)
+    assert answer.returncode == code
+    first, second = answer.stderr.strip().splitlines()[-2:]
+    assert first.startswith("error: ")
+    assert message in first
+    assert second.startswith("hint: ")
+    assert answer.stdout == ""
+    as_json = glm5deploy(*args, "--json", cwd=tmp_path)
+    assert as_json.returncode == code
+    assert message in json.loads(as_json.stdout)["error"]["message"]
+
+
+def test_an_unknown_option_is_a_usage_error(tmp_path: Path) -> None:
+    assert glm5deploy("status", "--nonsense", cwd=tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_ends_with_130_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
+    code = (
+        "import glm5deploy.cli.app as a, time, signal\n"
+        "def wait():\n    print('waiting', flush=True)\n    time.sleep(60)\n"
+        "a.app.command('wait')(a.boundary(wait))\na.main()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, "wait"], stdout=-1, stderr=-1, text=True, cwd=tmp_path)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "waiting\n"
+    time.sleep(0.1)
+    child.send_signal(number)
+    _, stderr = child.communicate(timeout=20)
+    assert child.returncode == 130
+    assert "interrupted" in stderr
