@@ -75,12 +75,12 @@ def test_other_architectures_are_refused(architecture):
 
 
 def test_glm_5_3_flash_is_told_apart():
-    with pytest.raises(FileFormatError, match="GLM-5.3-Flash, another architecture"):
+    with pytest.raises(FileFormatError, match="Flash, another architecture"):
         read_hparams(real_metadata(general__architecture="glm5-next"), NAMES)
 
 
 def test_adapter_file_is_refused():
-    with pytest.raises(FileFormatError, match="general.type is 'adapter'"):
+    with pytest.raises(FileFormatError, match=r"general\.type is 'adapter'"):
         read_hparams(real_metadata(general__type="adapter"), NAMES)
 
 
