@@ -1,0 +1,182 @@
+"""One server from start to stop: started, proved to answer, handed out, stopped."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from glm5deploy.progress import ProgressSink
+from glm5deploy.server.api_key import ApiKey
+from glm5deploy.server.client import Client
+from glm5deploy.server.command import TRITON_BACKEND, ServeCommand
+from glm5deploy.server.diagnosis import bare, read_tail
+from glm5deploy.server.evidence import STATUS_VARIABLE, IndexerCount, clear_counts, read_indexer_counts, read_running
+from glm5deploy.server.model_facts import ModelFacts
+from glm5deploy.server.process import ServerProcess
+from glm5deploy.server.readiness import CheckResult, NotReady, prove_answers, wait_for_health
+from glm5deploy.server.settings import ServeSettings
+from glm5deploy.server.state import ServerState, remove_state, start_time, write_state
+
+_WHOLE_LOG = 16 << 20  # bytes; a start writes far less
+_COUNTER_INTERVAL = 0.5  # seconds; a worker writes its counters five times a second at most
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Files of a server in its work folder."""
+
+    log: Path
+    state: Path
+    counters: Path
+
+    @classmethod
+    def of(cls, workdir: Path) -> Places:
+        private = workdir / ".glm5deploy"
+        return cls(workdir / "logs" / "serve.log", private / "server.json", private / "indexer")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyReport:
+    """What was seen when the server became ready. ``seconds`` from the start to ``/health``."""
+
+    seconds: float
+    backend: str
+    kv_dtype: str
+    kv_tokens: int
+    context: int
+    indexer: IndexerCount
+    checks: tuple[CheckResult, ...]
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    @property
+    def summary(self) -> str:
+        """One line: backend, KV type, indexer, and how each check came out."""
+        counted = (
+            f"indexer ran {self.indexer.calls} times and left tokens out for {self.indexer.sparse_rows}"
+            if self.indexer.ranks
+            else "indexer calls are not counted on this backend"
+        )
+        checks = ", ".join(f"{check.name}: {check.outcome}" for check in self.checks)
+        return f"{self.backend}, KV cache {self.kv_dtype}, {counted}; {checks}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server that is ready; ``process.check()`` raises when it has ended."""
+
+    settings: ServeSettings
+    key: ApiKey | None
+    process: ServerProcess
+    report: ReadyReport
+
+    def client(self, timeout: float = 300.0) -> Client:
+        return Client(self.settings.base_url, self.settings.name, self.key.value if self.key else None, timeout)
+
+
+@contextmanager
+def serving(
+    command: ServeCommand,
+    settings: ServeSettings,
+    model: ModelFacts,
+    places: Places,
+    key: ApiKey | None,
+    progress: ProgressSink,
+) -> Iterator[RunningServer]:
+    """Start the server, wait until it has answered, yield it, stop it.
+
+    Raises ServerExited or NotReady; whatever happens, no process of the server is left.
+    """
+    clear_counts(places.counters)
+    counted = replace(command, env={**command.env, STATUS_VARIABLE: str(places.counters)})
+    try:
+        with ServerProcess(
+            counted, places.log, secrets=key.variables if key else None, grace=settings.stop_grace
+        ) as process:
+            state = _state(process, settings, key)
+            write_state(places.state, state)
+            report = _prove(process, settings, model, places, key, progress)
+            write_state(places.state, replace(state, phase="ready"))
+            yield RunningServer(settings, key, process, report)
+    finally:
+        remove_state(places.state)
+
+
+def _prove(
+    process: ServerProcess,
+    settings: ServeSettings,
+    model: ModelFacts,
+    places: Places,
+    key: ApiKey | None,
+    progress: ProgressSink,
+) -> ReadyReport:
+    def last_line() -> str:
+        lines = [line for line in map(bare, read_tail(places.log, 4096)) if line]
+        return lines[-1][:160] if lines else "nothing yet"
+
+    with Client(settings.base_url, settings.name, key.value if key else None) as client:
+        seconds = wait_for_health(client, settings.ready_timeout, process.check, progress, last_line)
+        running = read_running(read_tail(places.log, _WHOLE_LOG))
+        context = running.context or settings.context or model.context
+        try:
+            checks = prove_answers(client, model, context=context, tools=settings.tool_parser != "none")
+            counts = _counted(client, places.counters, context > model.index_topk)
+        except NotReady:
+            process.check()  # an engine that died while it was asked says more than the request that failed
+            raise
+    if settings.attention == "triton":
+        _require_sparse(counts, settings, model, checks)
+    return ReadyReport(
+        seconds=round(seconds, 1),
+        backend=running.backend or (TRITON_BACKEND if counts.ranks else "not stated in the log"),
+        kv_dtype=running.kv_dtype or settings.kv_dtype,
+        kv_tokens=running.kv_tokens,
+        context=context,
+        indexer=counts,
+        checks=tuple(checks),
+    )
+
+
+def _counted(client: Client, folder: Path, expect_sparse: bool) -> IndexerCount:
+    """The counters, after one more request when the last ones may not be written yet."""
+    counts = read_indexer_counts(folder)
+    if counts.calls == 0 or (expect_sparse and counts.sparse_rows == 0):
+        time.sleep(_COUNTER_INTERVAL)
+        client.chat([{"role": "user", "content": "Hello"}], max_tokens=1)
+        counts = read_indexer_counts(folder)
+    return counts
+
+
+def _require_sparse(
+    counts: IndexerCount, settings: ServeSettings, model: ModelFacts, checks: list[CheckResult]
+) -> None:
+    """Dense attention answers as fluently as sparse attention: only the counters tell that DSA is active."""
+    if counts.ranks < settings.tp:
+        raise NotReady(
+            f"the indexer ran on {counts.ranks} of {settings.tp} ranks: attention is not sparse",
+            hint="glm5deploy install checks that vLLM resolves the sparse backend",
+        )
+    if checks[1].outcome != "skipped" and counts.sparse_rows == 0:
+        raise NotReady(
+            f"{counts.rows} tokens went through the indexer and none was cut to {model.index_topk} positions",
+            hint="glm5deploy install checks the backend; glm5deploy patch --force rebuilds the model folder",
+        )
+
+
+def _state(process: ServerProcess, settings: ServeSettings, key: ApiKey | None) -> ServerState:
+    return ServerState(
+        phase="starting",
+        supervisor=os.getpid(),
+        supervisor_started=start_time(os.getpid()),
+        guard=process.session,
+        guard_started=start_time(process.session),
+        url=settings.base_url,
+        name=settings.name,
+        log=str(process.log),
+        key_source=key.source if key else "",
+    )

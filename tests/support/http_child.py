@@ -1,0 +1,100 @@
+"""A small real HTTP server in a process of its own, for faults in a server's life that an engine cannot be asked for.
+
+Run as a script: ``http_child.py PORT MODE``. It listens like vLLM, starts a worker process, and then, by MODE:
+``serve`` answers; ``slow`` is healthy after two seconds; ``crash`` prints a traceback and ends with 1; ``hang`` never
+gets healthy; ``stubborn`` ignores SIGTERM, and so does its worker; ``silent`` is healthy and never answers a question;
+``wrong`` answers every question with the same nonsense; ``leave`` ends by itself and leaves its worker behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+NAME = "tiny"
+
+
+def reply_to(path: str, body: dict[str, Any], mode: str) -> dict[str, Any]:
+    if path == "/v1/models":
+        return {"data": [{"id": NAME}]}
+    words = sum(len(message["content"].split()) for message in body["messages"])
+    if path == "/tokenize":
+        return {"count": words}
+    text = body["messages"][-1]["content"]
+    message: dict[str, Any] = {"content": "it is 42"}
+    if mode == "wrong":
+        message = {"content": "xyzzy"}
+    elif "lighthouse" in text:
+        message = {"content": text.split("password of the lighthouse is ")[1].split(".")[0]}
+    elif "tools" in body:
+        call = {"function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+        message = {"content": None, "tool_calls": [call]}
+    return {
+        "choices": [{"message": message, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": words, "completion_tokens": 3},
+    }
+
+
+class Handler(BaseHTTPRequestHandler):
+    mode = ""
+    begun = 0.0
+
+    def do_GET(self) -> None:
+        healthy = self.mode != "hang" and (self.mode != "slow" or time.monotonic() - self.begun > 2)
+        if self.path == "/health":
+            self._send(200 if healthy else 503, {})
+        else:
+            self._send(200, reply_to(self.path, {}, self.mode))
+
+    def do_POST(self) -> None:
+        if self.mode == "silent" and self.path != "/tokenize":
+            time.sleep(3600)
+        key = os.environ.get("VLLM_API_KEY")
+        if key and self.headers.get("Authorization") != f"Bearer {key}":
+            self._send(401, {"error": "Unauthorized"})
+            return
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._send(200, reply_to(self.path, body, self.mode))
+
+    def _send(self, status: int, value: dict[str, Any]) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def main() -> None:
+    port, mode = int(sys.argv[1]), sys.argv[2]
+    Handler.mode, Handler.begun = mode, time.monotonic()
+    ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
+    worker = ignore if mode == "stubborn" else "import time; time.sleep(3600)"
+    child = subprocess.Popen([sys.executable, "-c", worker])
+    print(f"INFO 11-29 17:00:00 [api.py:1] worker {child.pid} on port {port}", flush=True)
+    if mode == "crash":
+        raise ValueError("KV cache is needed, which is larger than the available one")
+    if mode == "leave":
+        sys.exit(3)
+    if mode == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+
+        def stop(*_: object) -> None:
+            child.terminate()
+            sys.exit(0)
+
+        signal.signal(signal.SIGTERM, stop)
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
