@@ -1,0 +1,95 @@
+"""Taking over files that are already on this machine: found by size, proved by hash, linked rather than copied."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from glm5deploy.hub.choice import RemoteFile
+from glm5deploy.hub.hashing import FileHash, hash_into
+
+_FICLONE = 0x40049409  # linux/fs.h: share the data blocks of another file
+_MOST_FILES = 100_000
+
+
+def find_copy(
+    file: RemoteFile,
+    folder: Path,
+    *,
+    report: Callable[[int], None] = lambda _: None,
+    stop: threading.Event | None = None,
+) -> tuple[Path, tuple[str, ...]] | None:
+    """A file below ``folder`` with the listed content, and its prefix hashes. Files of the right name come first.
+
+    Symbolic links are followed to files, not to folders: a hub cache's snapshots work.
+    """
+    same_size = [path for path in _files(folder) if _size(path) == file.size]
+    for path in sorted(same_size, key=lambda path: path.name != file.name):
+        hasher = FileHash(file)
+        hash_into(hasher, path, file.size, report=report, stop=stop)
+        if hasher.matches():
+            return path, tuple(hasher.prefixes)
+    return None
+
+
+def take_over(source: Path, target: Path, temporary: Path) -> str:
+    """Make ``target`` the same content as ``source`` by way of ``temporary``, a name in the same file system.
+
+    Returns how: "reflink", "hard link" or "copy"; a copy has to be proved by its reader.
+
+    A reflink is independent of its source; a hard link shares it, which is safe here because shards are never written
+    to in place.
+    """
+    source = source.resolve(strict=True)
+    for path in (target, temporary):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    temporary.unlink(missing_ok=True)
+    try:
+        how = _clone(source, temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return how
+
+
+def _clone(source: Path, temporary: Path) -> str:
+    unsupported = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.EPERM, errno.EMLINK, errno.ENOSYS}
+    with source.open("rb") as reading, temporary.open("xb") as writing:
+        try:
+            fcntl.ioctl(writing.fileno(), _FICLONE, reading.fileno())
+            return "reflink"
+        except OSError as error:
+            if error.errno not in unsupported:
+                raise
+    temporary.unlink()
+    try:
+        os.link(source, temporary)
+        return "hard link"
+    except OSError as error:
+        if error.errno not in unsupported:
+            raise
+    shutil.copyfile(source, temporary)
+    return "copy"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    seen = 0
+    for root, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            seen += 1
+            if seen > _MOST_FILES:
+                return
+            yield Path(root, name)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else -1
+    except OSError:
+        return -1

@@ -1,0 +1,57 @@
+"""Room on disk: asked for before a transfer, and said plainly when it runs out in the middle of one."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+from glm5deploy.errors import DeployError, DiskFullError
+from glm5deploy.hub.choice import format_bytes
+
+_SLACK = 64 << 20  # records, logs and what other programs write meanwhile
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes of the file system that ``path`` is or will be on."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def same_file_system(a: Path, b: Path) -> bool:
+    """Both paths are, or will be, on one file system."""
+    while not a.exists():
+        a = a.parent
+    while not b.exists():
+        b = b.parent
+    return a.stat().st_dev == b.stat().st_dev
+
+
+def require_room(destination: Path, missing: int, later: int) -> None:
+    """``missing`` bytes are still to come, and ``later`` more for what follows on the same file system.
+
+    :raises DiskFullError: they do not fit.
+    """
+    free = free_bytes(destination)
+    if missing + later + (_SLACK if missing else 0) > free:
+        then = f" and {format_bytes(later)} for the merge" if later else ""
+        raise DiskFullError(
+            f"{destination} has {format_bytes(free)} free; {format_bytes(missing)} are still to be fetched{then}",
+            hint="free some space, choose another --workdir, or serve the shards unmerged with --no-merge",
+        )
+
+
+def explain_write_error(error: OSError, destination: Path, missing: int) -> DeployError:
+    """An error of writing to the destination, for the user. What has arrived stays there."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        full = "is full" if error.errno == errno.ENOSPC else "has reached your quota"
+        return DiskFullError(
+            f"{destination} {full}: {format_bytes(missing)} are still to be fetched, "
+            f"{format_bytes(free_bytes(destination))} are free",
+            hint="free some space and run fetch again; it goes on from where it stopped",
+        )
+    where = error.filename or destination
+    return DeployError(
+        f"cannot write {where}: {error.strerror or error}", hint="choose a folder that can be written with --workdir"
+    )

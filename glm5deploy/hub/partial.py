@@ -1,0 +1,79 @@
+"""A shard that is not complete: its bytes, and a sidecar that says which content they belong to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from glm5deploy.hub.choice import RemoteFile
+from glm5deploy.hub.records import STATE_FOLDER, read_record, write_record
+
+
+class Partial:
+    """``.fetch/<path>.partial``: append-only, so its length is the offset to go on from, also after SIGKILL.
+
+    The sidecar names the content (hash and size), and the storage's ETag that ``If-Range`` sends back. A partial of
+    other content is started over. Bytes that a power cut may have spoilt are read again for the hash before the
+    transfer goes on, so they cannot pass.
+    """
+
+    def __init__(self, destination: Path, file: RemoteFile) -> None:
+        self.path = destination / STATE_FOLDER / f"{file.path}.partial"
+        self.aside = self.path.with_name(f"{file.name}.mismatch")
+        self.etag: str | None = None
+        self._sidecar = self.path.with_name(f"{self.path.name}.json")
+        self._content = {"size": file.size, "hash": file.sha256 or file.git_oid}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        record = read_record(self._sidecar)
+        known = all(record.get(key) == value for key, value in self._content.items())
+        self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.offset = os.fstat(self._handle).st_size
+        if not known or self.offset > file.size:
+            self.restart()
+            write_record(self._sidecar, self._content)
+        elif isinstance(etag := record.get("etag"), str):
+            self.etag = etag
+
+    def append(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while len(view):
+            count = os.write(self._handle, view)
+            self.offset += count
+            view = view[count:]
+
+    def remember(self, etag: str | None) -> None:
+        """Keep the storage's ETag for the next ``If-Range``. Weak ones do not promise equal bytes."""
+        if etag is not None and etag.startswith("W/"):
+            etag = None
+        if etag != self.etag:
+            self.etag = etag
+            write_record(self._sidecar, self._content if etag is None else {**self._content, "etag": etag})
+
+    def restart(self) -> None:
+        """Drop all bytes: the storage's content is not the one they came from."""
+        if self.offset:
+            os.ftruncate(self._handle, 0)
+        self.offset, self.etag = 0, None
+
+    def close(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def complete(self, final: Path) -> None:
+        """Make the bytes durable, then give them their final name."""
+        os.fsync(self._handle)
+        self.close()
+        final.parent.mkdir(parents=True, exist_ok=True)
+        self.path.replace(final)
+        self._sidecar.unlink(missing_ok=True)
+
+    def set_aside(self) -> None:
+        """Complete but wrong: keep the bytes for comparison, where there is room for two copies, and begin again."""
+        self.close()
+        if shutil.disk_usage(self.path.parent).free >= self.offset:
+            self.path.replace(self.aside)
+        else:
+            self.path.unlink()
+        self._sidecar.unlink(missing_ok=True)
