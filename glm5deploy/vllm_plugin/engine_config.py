@@ -1,0 +1,62 @@
+"""The configuration hook of the GLM-5 architecture: picks our model class and backend, sets what they need.
+
+vLLM runs one hook per architecture while it validates a configuration. Ours acts when the weights are loaded by our
+loader and no other backend was asked for, or when our backend was asked for by name; otherwise vLLM's own hook runs
+alone and its native classes serve the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from glm5deploy.vllm_plugin import ARCHITECTURE, BACKEND, LOAD_FORMAT, cpu, registration
+
+MODEL_CLASS = "glm5deploy.vllm_plugin.model:Glm5ForCausalLM"
+BLOCK_SIZE = 64  # tokens a cache block
+
+
+def uses_our_backend(vllm_config: Any) -> bool:
+    """Whether attention runs on our backend: asked for by name, or left open and the weights come from our loader."""
+    backend = vllm_config.attention_config.backend
+    if backend is None:
+        return bool(vllm_config.load_config.load_format == LOAD_FORMAT)
+    return bool(backend.name == BACKEND)
+
+
+def prepare(vllm_config: Any) -> None:
+    """Point the architecture at our model class and refuse what the backend cannot do; ValueError says why."""
+    parallel = vllm_config.parallel_config
+    for size, what in (
+        (parallel.decode_context_parallel_size, "decode context parallelism"),
+        (parallel.prefill_context_parallel_size, "prefill context parallelism"),
+    ):
+        if size > 1:
+            raise ValueError(
+                f"{BACKEND} does not support {what}: a rank would select from its own shard of the context only. "
+                "Use tensor parallelism, or name one of vLLM's backends with --attention-backend."
+            )
+    vllm_config.attention_config.backend = registration.attention_backend()
+    vllm_config.model_config.model_class_overrides[ARCHITECTURE] = MODEL_CLASS
+
+
+def wrap(original: type) -> type:
+    """A hook that prepares our engine before ``original`` runs; wrapping a wrapped hook gives it back."""
+    if issubclass(original, _Glm5Hook):
+        return original
+    return type("Glm5ConfigHook", (_Glm5Hook, original), {"original": original})
+
+
+class _Glm5Hook:
+    original: Any
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: Any) -> None:
+        if not uses_our_backend(vllm_config):
+            cls.original.verify_and_update_config(vllm_config)
+            return
+        prepare(vllm_config)
+        cpu.prepare(vllm_config)
+        # vLLM's hook picks an fp8 cache on some GPUs, a layout of its own backends.
+        cache_dtype = vllm_config.cache_config.cache_dtype
+        cls.original.verify_and_update_config(vllm_config)
+        vllm_config.cache_config.cache_dtype = cache_dtype

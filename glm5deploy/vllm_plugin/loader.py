@@ -1,0 +1,76 @@
+"""Load format ``glm5_gguf``: the weights of a model folder, straight from its merged GGUF file or its shards."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from glm5deploy.errors import DeployError
+
+logger = logging.getLogger("vllm.glm5deploy")
+
+
+class Glm5GgufLoader(BaseModelLoader):
+    """Streams tensors into the model and refuses to end with anything missing, left over or not a number."""
+
+    expert_parallel = False
+
+    def download_model(self, model_config: Any) -> None:
+        """The files are local; their list and headers are checked."""
+        from glm5deploy.vllm_plugin.model_files import ModelFiles
+
+        ModelFiles.open(Path(model_config.model))
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        self.expert_parallel = vllm_config.parallel_config.enable_expert_parallel
+        return super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Fill ``model``; :class:`DeployError` names every parameter that stayed unset or holds NaN or infinity."""
+        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+        from glm5deploy.vllm_plugin.model_files import ModelFiles
+        from glm5deploy.vllm_plugin.weights import Rank, stream
+
+        files = ModelFiles.open(Path(model_config.model))
+        plan = files.plan(getattr(model_config.hf_config, "index_topk_pattern", None))
+        rank = Rank(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), self.expert_parallel)
+        first, last = model.model.start_layer, model.model.end_layer
+        here = tuple(p for p in plan.used if p.layer is None or first <= p.layer < last)
+        if plan.tied_embeddings:
+            here += tuple(replace(p, hf_name="lm_head.weight") for p in here if p.name == "token_embd.weight")
+        loaded = model.load_weights(stream(here, files.shards.by_name, model_config.dtype, rank))
+        require_complete(model, loaded)
+        logger.info(
+            "glm5_gguf: %d tensors of %d files into %d parameters, %d tensors left out, indexer schedule %s",
+            len(here),
+            len(files.shards.paths),
+            len(loaded),
+            len(plan.dropped),
+            files.pattern,
+        )
+
+
+def require_complete(model: nn.Module, loaded: set[str]) -> None:
+    """Every parameter was loaded and is finite, or :class:`DeployError` names those that are not."""
+    parameters = dict(model.named_parameters())
+    unset = sorted(parameters.keys() - loaded)
+    if unset:
+        raise DeployError(f"{len(unset)} model parameters got no weights: {', '.join(unset)}")
+    broken = sorted(name for name, p in parameters.items() if not _finite(p.data))
+    if broken:
+        raise DeployError(
+            f"{len(broken)} model parameters hold NaN or infinity after loading: {', '.join(broken)}",
+            hint="The file is damaged, or this vLLM cuts weights for its ranks in a way this loader does not know.",
+        )
+
+
+def _finite(values: torch.Tensor) -> bool:
+    flat = values.flatten()
+    return all(bool(torch.isfinite(part).all()) for part in flat.split(1 << 26))
