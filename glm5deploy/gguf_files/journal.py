@@ -1,0 +1,119 @@
+"""The record of an unfinished merge: what it is, and how many of its bytes are on the disk for good.
+
+One JSON object a line: the first describes the plan, each later one a position that was reached. A line is written only
+after the bytes it speaks of were flushed, and is flushed itself before anything relies on it; a torn last line is what
+an interruption leaves, and is cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from glm5deploy.errors import FileFormatError
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class JournalState:
+    """``position`` counts bytes of the plan's copies in order; ``sha256`` has the digest of each tensor hashed so far.
+
+    ``identities`` are size, inode and mtime (ns) of each source when the merge began.
+    """
+
+    plan: dict[str, Any]
+    digest: str
+    identities: list[list[int]]
+    consume: bool
+    verify: bool
+    position: int = 0
+    sha256: dict[str, str] = field(default_factory=dict)
+
+
+class Journal:
+    """The journal file of one merge, opened for appending."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def create(cls, path: Path, state: JournalState) -> Journal:
+        """Begin a new journal at ``path`` with ``state``'s description; durable on return."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        journal = cls(path, descriptor)
+        journal._append(
+            {
+                "format": _FORMAT,
+                "digest": state.digest,
+                "identities": state.identities,
+                "consume": state.consume,
+                "verify": state.verify,
+                "plan": state.plan,
+            }
+        )
+        sync_folder(path.parent)
+        return journal
+
+    @classmethod
+    def resume(cls, path: Path) -> Journal:
+        """Open the journal for appending after its last whole line."""
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        os.ftruncate(descriptor, path.read_bytes().rfind(b"\n") + 1)
+        return cls(path, descriptor)
+
+    def reached(self, position: int, sha256: dict[str, str]) -> None:
+        """Record that all bytes before ``position`` are durable in the partial file; durable on return."""
+        self._append({"position": position, "sha256": sha256})
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        data = memoryview(json.dumps(line).encode() + b"\n")
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+        os.fsync(self._descriptor)
+
+
+def load_journal(path: Path) -> JournalState | None:
+    """The state recorded at ``path``; None if there is none, or none that this program wrote."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise FileFormatError(f"{path}: cannot be read: {error.strerror}") from error
+    position, sha256 = 0, {}
+    try:
+        first = json.loads(lines[0])
+        if first["format"] != _FORMAT:
+            return None
+        for line in lines[1:]:
+            record = json.loads(line)
+            position = int(record["position"])
+            sha256.update(record["sha256"])
+        return JournalState(
+            plan=first["plan"],
+            digest=first["digest"],
+            identities=first["identities"],
+            consume=first["consume"],
+            verify=first["verify"],
+            position=position,
+            sha256=sha256,
+        )
+    except (IndexError, KeyError, TypeError, ValueError):
+        return None
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names created, renamed or removed in ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
