@@ -68,8 +68,9 @@ class HubHandler(BaseHTTPRequestHandler):
             next_page = f"{self.hub.endpoint}{urlsplit(self.path).path}?recursive=true&cursor={end}"
             self.respond_json(entries[start:end], {"Link": f'<{next_page}>; rel="next"'} if end < len(entries) else {})
         elif what == "xet-read-token":
-            headers = {"X-Xet-Cas-Url": self.hub.xet_endpoint or "", "X-Xet-Access-Token": "read"}
-            self.respond_json({}, {**headers, "X-Xet-Token-Expiration": str(int(time.time()) + 3600)})
+            endpoint, expires = self.hub.xet_endpoint or "", int(time.time()) + 3600
+            headers = {"X-Xet-Cas-Url": endpoint, "X-Xet-Access-Token": "read", "X-Xet-Token-Expiration": str(expires)}
+            self.respond_json({"casUrl": endpoint, "accessToken": "read", "exp": expires}, headers)
         else:
             siblings = [{"rfilename": path} for path in repository.commits[commit]]
             self.respond_json(

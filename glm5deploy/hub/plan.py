@@ -99,6 +99,12 @@ def write_plan(plan: FetchPlan, destination: Path) -> Path:
     return path
 
 
+def recorded_plans(destination: Path) -> list[FetchPlan]:
+    """All plans written down in a download folder that can be trusted."""
+    found = (read_plan(path) for path in sorted((destination / STATE_FOLDER / "plans").glob("*.json")))
+    return [plan for plan in found if plan is not None]
+
+
 def read_plan(path: Path) -> FetchPlan | None:
     """A recorded plan, checked as strictly as a listing; None when there is none that can be trusted."""
     record = read_record(path)
