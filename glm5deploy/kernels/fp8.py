@@ -1,0 +1,45 @@
+"""e4m3 in integer arithmetic, device functions.
+
+Triton has no conversion to or from `float8e4nv` before SM89, so every kernel of this package that converts does it
+with bits: one code path for all GPUs, exact, and the same under the interpreter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def e4m3_to_f32(b_byte):
+    """Value of e4m3 bytes (uint8, any shape) as fp32; exact, subnormals included, NaN codes not expected.
+
+    Sign and the seven other bits land on fp32's sign, exponent and top of the mantissa; that number is too small by
+    2^(127-7), whatever its exponent, because subnormals of both formats scale alike.
+    """
+    b_bits = b_byte.to(tl.uint32)
+    b_f32 = ((b_bits & 0x80) << 24) | ((b_bits & 0x7F) << 20)
+    return b_f32.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
+def f32_to_e4m3(b_x):
+    """e4m3 byte (uint8) nearest to fp32 values of magnitude at most 448, ties to even."""
+    b_bits = b_x.to(tl.uint32, bitcast=True)
+    b_sign = (b_bits >> 24) & 0x80
+    b_abs = b_bits & 0x7FFFFFFF
+    b_normal = ((b_abs + 0x7FFFF + ((b_abs >> 20) & 1)) >> 20) - 960  # 960 = (127 - 7) << 3
+    # Below 2^-6 the step is 2^-9, the unit in the last place of numbers near 2^14: the addition rounds.
+    b_small = (b_abs.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+    b_code = tl.where(b_abs < 0x3C800000, b_small, b_normal)
+    return (b_sign | tl.minimum(b_code, 0x7E)).to(tl.uint8)
+
+
+@triton.jit
+def power_of_two_scale(b_amax):
+    """2^ceil(log2(max(amax, 1e-4) / 448)) and its inverse, fp32, from the bits: 448 = 1.75 * 2^8."""
+    b_bits = tl.maximum(b_amax, 1e-4).to(tl.uint32, bitcast=True)
+    b_exponent = (b_bits >> 23) - 8 + ((b_bits & 0x7FFFFF) > 0x600000).to(tl.uint32)
+    b_scale = (b_exponent << 23).to(tl.float32, bitcast=True)
+    b_inverse = ((254 - b_exponent) << 23).to(tl.float32, bitcast=True)
+    return b_scale, b_inverse

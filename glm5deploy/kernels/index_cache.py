@@ -1,0 +1,127 @@
+"""Query preparation and the index-key cache: quantise, store, gather. Layout: `layout.py`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from glm5deploy.kernels.fp8 import e4m3_to_f32, f32_to_e4m3, power_of_two_scale
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "weights", "weights_out"])
+def prepare_query_kernel(
+    q,  # [T, J, 128]
+    weights,  # [T, J]
+    positions,  # int [T]
+    cos_sin,  # [P, 64]: 32 cosines, then 32 sines
+    q_out,  # [T, J, 128]: uint8 (e4m3 codes) or a 16-bit float holding the same values
+    weights_out,  # fp32 [T, J]
+    factor,
+    stride_q_t,
+    stride_q_j,
+    stride_weights,
+    J: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    i_t = tl.program_id(0).to(tl.int64)
+    o_j = tl.arange(0, J)
+    o_half = tl.arange(0, 32)
+    o_rest = tl.arange(0, 64)
+    p_angle = cos_sin + tl.load(positions + i_t).to(tl.int64) * 64
+    b_cos = tl.load(p_angle + o_half).to(tl.float32)
+    b_sin = tl.load(p_angle + 32 + o_half).to(tl.float32)
+    p_q = q + i_t * stride_q_t + o_j[:, None] * stride_q_j
+    b_even = tl.load(p_q + 2 * o_half[None, :]).to(tl.float32)  # [J, 32]
+    b_odd = tl.load(p_q + 2 * o_half[None, :] + 1).to(tl.float32)
+    b_rest = tl.load(p_q + 64 + o_rest[None, :]).to(tl.float32)  # [J, 64]
+    # Rounded to q's type, as the model does when RoPE is an operation of its own.
+    b_new = (b_even * b_cos[None, :] - b_odd * b_sin[None, :]).to(q.dtype.element_ty).to(tl.float32)
+    b_odd = (b_odd * b_cos[None, :] + b_even * b_sin[None, :]).to(q.dtype.element_ty).to(tl.float32)
+    b_amax = tl.maximum(tl.max(tl.abs(b_new), axis=1), tl.max(tl.abs(b_odd), axis=1))
+    b_amax = tl.maximum(b_amax, tl.max(tl.abs(b_rest), axis=1))
+    b_scale, b_inverse = power_of_two_scale(b_amax)  # [J]
+    b_new = f32_to_e4m3(b_new * b_inverse[:, None])
+    b_odd = f32_to_e4m3(b_odd * b_inverse[:, None])
+    b_rest = f32_to_e4m3(b_rest * b_inverse[:, None])
+    p_out = q_out + (i_t * J + o_j[:, None]) * 128
+    if CODES:
+        tl.store(p_out + 2 * o_half[None, :], b_new)
+        tl.store(p_out + 2 * o_half[None, :] + 1, b_odd)
+        tl.store(p_out + 64 + o_rest[None, :], b_rest)
+    else:
+        tl.store(p_out + 2 * o_half[None, :], e4m3_to_f32(b_new).to(q_out.dtype.element_ty))
+        tl.store(p_out + 2 * o_half[None, :] + 1, e4m3_to_f32(b_odd).to(q_out.dtype.element_ty))
+        tl.store(p_out + 64 + o_rest[None, :], e4m3_to_f32(b_rest).to(q_out.dtype.element_ty))
+    b_w = tl.load(weights + i_t * stride_weights + o_j).to(tl.float32)
+    tl.store(weights_out + i_t * J + o_j, b_w * b_scale * factor)
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots"])
+def store_keys_kernel(
+    k,  # [T, 128]
+    slots,  # int [T], block * block_size + offset; negative ones are skipped
+    values,  # key cache seen as uint8
+    scales,  # key cache seen as fp32
+    tokens,
+    stride_k,
+    stride_block,  # bytes between two blocks
+    BLOCK: tl.constexpr,
+    BT: tl.constexpr,
+):
+    o_t = tl.program_id(0) * BT + tl.arange(0, BT)
+    o_d = tl.arange(0, 128)
+    b_slot = tl.load(slots + o_t, mask=o_t < tokens, other=-1).to(tl.int64)
+    m_t = b_slot >= 0
+    b_slot = tl.where(m_t, b_slot, 0)
+    b_k = tl.load(k + o_t[:, None].to(tl.int64) * stride_k + o_d[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
+    b_scale, b_inverse = power_of_two_scale(tl.max(tl.abs(b_k), axis=1))
+    o_base = b_slot // BLOCK * stride_block
+    o_in = b_slot % BLOCK
+    p_value = values + (o_base + o_in * 128)[:, None] + o_d[None, :]
+    tl.store(p_value, f32_to_e4m3(b_k * b_inverse[:, None]), mask=m_t[:, None])
+    tl.store(scales + o_base // 4 + BLOCK * 32 + o_in, b_scale, mask=m_t)
+
+
+@triton.jit(
+    do_not_specialize=["keys", "requests", "steps"], do_not_specialize_on_alignment=["cumulative", "block_table"]
+)
+def gather_keys_kernel(
+    values,  # key cache seen as uint8
+    scales,  # key cache seen as fp32
+    block_table,  # int32 [R, stride_table]
+    cumulative,  # int32 [R + 1]: request r owns output rows cumulative[r] .. cumulative[r + 1] - 1
+    k_out,  # [S, 128]: uint8 (e4m3 codes) or a 16-bit float (dequantised)
+    scale_out,  # fp32 [S], written when CODES
+    keys,  # S
+    requests,  # R
+    steps,  # bit length of R
+    stride_table,
+    stride_block,
+    BLOCK: tl.constexpr,
+    BS: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    o_s = tl.program_id(0) * BS + tl.arange(0, BS)
+    o_d = tl.arange(0, 128)
+    m_s = o_s < keys
+    b_low = tl.zeros([BS], tl.int32)
+    b_high = b_low + requests - 1
+    # Last request that starts at or before the row: empty requests share a start and must lose.
+    for _ in range(steps):
+        b_middle = (b_low + b_high + 1) // 2
+        m_right = tl.load(cumulative + b_middle, mask=m_s, other=0) <= o_s
+        b_low = tl.where(m_right, b_middle, b_low)
+        b_high = tl.where(m_right, b_high, b_middle - 1)
+    b_position = o_s - tl.load(cumulative + b_low, mask=m_s, other=0)
+    p_table = block_table + b_low.to(tl.int64) * stride_table + b_position // BLOCK
+    o_base = tl.load(p_table, mask=m_s, other=0).to(tl.int64) * stride_block
+    o_in = b_position % BLOCK
+    b_code = tl.load(values + (o_base + o_in * 128)[:, None] + o_d[None, :], mask=m_s[:, None], other=0)
+    b_scale = tl.load(scales + o_base // 4 + BLOCK * 32 + o_in, mask=m_s, other=0.0)
+    p_out = k_out + o_s[:, None].to(tl.int64) * 128 + o_d[None, :]
+    if CODES:
+        tl.store(p_out, b_code, mask=m_s[:, None])
+        tl.store(scale_out + o_s, b_scale, mask=m_s)
+    else:
+        b_k = e4m3_to_f32(b_code) * b_scale[:, None]
+        tl.store(p_out, b_k.to(k_out.dtype.element_ty), mask=m_s[:, None])

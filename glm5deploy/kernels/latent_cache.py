@@ -1,0 +1,93 @@
+"""Writes the latent cache: plain rows of 576, or packed rows of 656 bytes (`fp8_ds_mla`)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from glm5deploy.kernels.fp8 import f32_to_e4m3, power_of_two_scale
+from glm5deploy.kernels.layout import LATENT_DIM, PACKED_ROW_BYTES, QK_DIM, ROPE_DIM
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def store_latent_kernel(
+    latent,  # [T, 512]
+    rope,  # [T, 64]
+    slots,  # int [T], block * block_size + offset; negative ones are skipped
+    cache,  # plain: the cache's type; packed: uint8
+    cache_scales,  # packed cache seen as fp32
+    cache_ropes,  # packed cache seen as 16-bit floats
+    stride_latent,
+    stride_rope,
+    stride_block,  # elements (plain) or bytes (packed) between two blocks
+    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    i_t = tl.program_id(0).to(tl.int64)
+    i_slot = tl.load(slots + i_t).to(tl.int64)
+    if i_slot < 0:
+        return
+    o_g = tl.arange(0, 4)
+    o_e = tl.arange(0, 128)
+    o_r = tl.arange(0, 64)
+    o_d = o_g[:, None] * 128 + o_e[None, :]  # [4, 128]
+    b_latent = tl.load(latent + i_t * stride_latent + o_d)
+    b_rope = tl.load(rope + i_t * stride_rope + o_r)
+    o_base = i_slot // BLOCK * stride_block
+    i_in = i_slot % BLOCK
+    if PACKED:
+        o_row = o_base + i_in * 656
+        b_latent = b_latent.to(tl.float32)
+        b_scale, b_inverse = power_of_two_scale(tl.max(tl.abs(b_latent), axis=1))  # [4]
+        tl.store(cache + o_row + o_d, f32_to_e4m3(b_latent * b_inverse[:, None]))
+        tl.store(cache_scales + o_row // 4 + 128 + o_g, b_scale)
+        tl.store(cache_ropes + o_row // 2 + 264 + o_r, b_rope.to(cache_ropes.dtype.element_ty))
+    else:
+        o_row = o_base + i_in * 576
+        tl.store(cache + o_row + o_d, b_latent.to(cache.dtype.element_ty))
+        tl.store(cache + o_row + 512 + o_r, b_rope.to(cache.dtype.element_ty))
+
+
+def store_latent(
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    rope_dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write latent [T, 512] and rope [T, 64] at slots [T] of a paged cache, in place.
+
+    cache: [blocks, block_size, 576] of a float type, or uint8 [blocks, block_size, 656] in the packed layout; blocks
+    may lie further apart than their size. T is slots' length: longer inputs are padding.
+    """
+    tokens = slots.shape[0]
+    packed = cache.dtype == torch.uint8
+    width = PACKED_ROW_BYTES if packed else QK_DIM
+    assert cache.shape[2] == width and cache.stride(1) == width, f"cache rows must be {width} wide and adjacent"
+    assert latent.shape[1] == LATENT_DIM and rope.shape[1] == ROPE_DIM, "latent must be [T, 512] and rope [T, 64]"
+    assert latent.stride(1) == rope.stride(1) == 1, "latent and rope must have unit column stride"
+    if tokens == 0:
+        return
+    scales, ropes = (byte_view(cache, torch.float32), byte_view(cache, rope_dtype)) if packed else (cache, cache)
+    store_latent_kernel[(tokens,)](
+        latent,
+        rope,
+        slots,
+        cache,
+        scales,
+        ropes,
+        latent.stride(0),
+        rope.stride(0),
+        cache.stride(0),
+        BLOCK=cache.shape[1],
+        PACKED=packed,
+        num_warps=1,
+    )
+
+
+def byte_view(cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A one-dimensional view of a uint8 cache's memory as another type; only its address and type are meant."""
+    start = cache.storage_offset()
+    assert start % dtype.itemsize == 0 and cache.stride(0) % dtype.itemsize == 0, "cache is not aligned for its views"
+    return cache.as_strided((dtype.itemsize,), (1,), start).view(dtype)

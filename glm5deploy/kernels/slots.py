@@ -1,0 +1,78 @@
+"""Request-local positions to physical cache rows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit(
+    do_not_specialize=["columns", "rows_per_block", "table_width"],
+    do_not_specialize_on_alignment=["positions", "request_of_token", "block_table", "slots", "counts"],
+)
+def slots_kernel(
+    positions,  # int32 [T, K], -1 padded
+    request_of_token,  # int [T]
+    block_table,  # int32 [R, table_width]
+    slots,  # int32 [T, K]
+    counts,  # int32 [T]
+    columns,  # K
+    rows_per_block,
+    table_width,
+    stride_positions,
+    stride_table,
+    stride_slots,
+    BLOCK: tl.constexpr,  # tokens of a cache block
+    BK: tl.constexpr,  # at least K
+):
+    i_t = tl.program_id(0).to(tl.int64)
+    o_k = tl.arange(0, BK)
+    m_k = o_k < columns
+    i_r = tl.load(request_of_token + i_t).to(tl.int64)
+    b_position = tl.load(positions + i_t * stride_positions + o_k, mask=m_k, other=-1)
+    b_logical = b_position // BLOCK
+    m_valid = (b_position >= 0) & (b_logical < table_width)
+    b_block = tl.load(block_table + i_r * stride_table + b_logical, mask=m_valid, other=0)
+    b_slot = tl.where(m_valid, b_block * rows_per_block + b_position % BLOCK, -1)
+    tl.store(slots + i_t * stride_slots + o_k, b_slot, mask=m_k)
+    tl.store(counts + i_t, tl.sum(m_valid.to(tl.int32), axis=0))
+
+
+def slots_from_positions(
+    positions: torch.Tensor,
+    request_of_token: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    out: torch.Tensor,
+    counts: torch.Tensor,
+    rows_per_block: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.slots_from_positions` on the GPU, for any K.
+
+    positions int32 [T, K], request_of_token int [T], block_table int32 [R, B] -> out int32 [T, K], counts int32 [T].
+    A row index must fit int32: rows_per_block * blocks < 2^31 (bytes are addressed in 64 bits by the readers).
+    """
+    tokens, columns = positions.shape
+    assert positions.dtype == block_table.dtype == out.dtype == torch.int32, "positions, table and out must be int32"
+    assert positions.stride(1) == block_table.stride(1) == out.stride(1) == 1, "rows must have unit column stride"
+    if tokens == 0:
+        return out, counts
+    block_columns = triton.next_power_of_2(columns)
+    slots_kernel[(tokens,)](
+        positions,
+        request_of_token,
+        block_table,
+        out,
+        counts,
+        columns,
+        block_size if rows_per_block is None else rows_per_block,
+        block_table.shape[1],
+        positions.stride(0),
+        block_table.stride(0),
+        out.stride(0),
+        BLOCK=block_size,
+        BK=block_columns,
+        num_warps=4 if block_columns <= 2048 else 8,
+    )
+    return out, counts
