@@ -46,9 +46,11 @@ def merge(
         if renamed and has_header(output, plan):
             job.clean_up()
             return MergeResult(output, plan.size)
-        if output.exists() and not options.force:
+        if output.exists() and options.existing != "redo":
             if is_merged(output, plan):
                 return MergeResult(output, plan.size)
+            if options.existing == "replace":
+                return job.run(state)
             raise UsageError(
                 f"{output}: exists and is not the merge of these shards",
                 hint="choose another --output, or --force to replace it once the new file is whole",

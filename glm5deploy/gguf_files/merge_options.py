@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from glm5deploy.errors import UsageError
+from glm5deploy.gguf_files.linux_files import BLOCK
+
 Mode = Literal["auto", "buffered", "direct"]
+
+_LARGEST_CHUNK = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +21,8 @@ class MergeOptions:
     ``mode`` auto takes O_DIRECT for a result larger than half of the memory. ``chunk_bytes`` 0 means 1 MiB through the
     page cache and 4 MiB past it. ``consume`` releases the shards on the way and includes ``verify``, which hashes every
     tensor as it is read and compares with what the disk gives back. ``check_mix`` is :meth:`ShardSet.open`'s.
+    ``existing`` says what becomes of a file that is there already: by default the finished merge of the same shards is
+    kept and anything else refused; "replace" replaces anything else; "redo" merges anew in any case.
     """
 
     mode: Mode = "auto"
@@ -26,8 +33,15 @@ class MergeOptions:
     reflink: bool = True
     verify: bool = False
     consume: bool = False
-    force: bool = False
+    existing: Literal["refuse", "replace", "redo"] = "refuse"
     check_mix: bool = True
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes < 0 or self.chunk_bytes % BLOCK or self.chunk_bytes > _LARGEST_CHUNK:
+            raise UsageError(
+                f"a chunk of {self.chunk_bytes} bytes is not possible",
+                hint=f"a multiple of {BLOCK} up to {_LARGEST_CHUNK}; the default is 1 MiB, 4 MiB with O_DIRECT",
+            )
 
 
 @dataclass(frozen=True, slots=True)
