@@ -1,0 +1,224 @@
+"""Measure a running OpenAI-compatible vLLM server: waves of streamed requests over concurrencies and prompt lengths.
+
+Prompts have exactly the asked number of tokens (ids of sentences in an order of their own, so that no prefix is cached)
+and answers exactly the asked number (the end token is ignored).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from glm5deploy.errors import DeployError
+from glm5deploy.server.bench_figures import Trace, Wave, middle, summarise
+from glm5deploy.server.bench_text import sentences
+from glm5deploy.server.metrics_text import ServerCounters, read_counters
+
+_READ_LIMIT = 3600.0  # seconds without a byte; a long prompt behind many others waits long for its first token
+
+
+@dataclass(frozen=True, slots=True)
+class BenchTarget:
+    """``api_key`` is sent as a bearer token and shown nowhere."""
+
+    base_url: str
+    model: str
+    api_key: str | None = None
+
+    def connect(self) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        timeout = httpx.Timeout(30.0, read=_READ_LIMIT)
+        return httpx.Client(base_url=self.base_url, headers=headers, timeout=timeout, trust_env=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """``concurrency`` requests at a time, prompts of ``prompts`` tokens, ``output`` tokens each, ``repeat`` waves."""
+
+    concurrency: tuple[int, ...] = (1, 4, 16, 32, 64)
+    prompts: tuple[int, ...] = (1024, 8192, 32768)
+    output: int = 256
+    repeat: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One concurrency and prompt length. ``wave`` is None when the point was left out, ``note`` then says why.
+
+    ``accepted`` is the share of draft tokens that the model accepted (None without speculative decoding).
+    """
+
+    concurrency: int
+    prompt: int
+    wave: Wave | None
+    accepted: float | None = None
+    note: str = ""
+
+
+class Bench:
+    """Measures ``target``. A context manager: it holds one connection for questions beside the measured ones."""
+
+    def __init__(self, target: BenchTarget, settings: BenchSettings) -> None:
+        self.target = target
+        self.settings = settings
+        self._http = target.connect()
+        self._random = random.Random(settings.seed)
+        self._ids: list[list[int]] = []
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def run(self, note: Callable[[str], None] = lambda _: None) -> Iterator[Point]:
+        """Warm up, then yield a point for each prompt length and concurrency, shortest prompts first.
+
+        Raises DeployError when the server fails a request; points that cannot fit are left out with a note.
+        """
+        self._ids = [self._tokenize(sentence) for sentence in sentences()]
+        longest = self._longest_context()
+        shortest = min(self.settings.prompts)
+        note(f"warming up with a prompt of {shortest} tokens")
+        self.wave(1, min(shortest, longest - self.settings.output) if longest else shortest)
+        for prompt in sorted(self.settings.prompts):
+            for concurrency in sorted(self.settings.concurrency):
+                obstacle = self._obstacle(prompt, concurrency, longest)
+                if obstacle:
+                    yield Point(concurrency, prompt, None, note=obstacle)
+                    continue
+                note(f"{concurrency} × {prompt} tokens")
+                before = self.counters()
+                waves = [summarise(self.wave(concurrency, prompt)) for _ in range(self.settings.repeat)]
+                after = self.counters()
+                preempted = after.preemptions - before.preemptions
+                yield Point(
+                    concurrency,
+                    prompt,
+                    middle(waves),
+                    accepted=after.accepted_since(before),
+                    note=f"{preempted} preemptions" if preempted else "",
+                )
+
+    def wave(self, concurrency: int, prompt: int) -> list[Trace]:
+        """``concurrency`` requests of ``prompt`` tokens sent at the same moment, each on its own connection."""
+        prompts = [self.prompt(prompt) for _ in range(concurrency)]
+        start = threading.Barrier(concurrency)
+
+        def one(ids: list[int]) -> Trace:
+            with self.target.connect() as http:
+                start.wait()
+                return measure(http, self._body(ids))
+
+        with ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(one, prompts))
+
+    def prompt(self, tokens: int) -> list[int]:
+        """Exactly ``tokens`` ids: sentences in random order, so that two prompts share no beginning."""
+        ids: list[int] = []
+        while len(ids) < tokens:
+            for sentence in self._random.sample(self._ids, len(self._ids)):
+                ids += sentence
+        return ids[:tokens]
+
+    def counters(self) -> ServerCounters:
+        """The server's own counters; raises DeployError when it has none."""
+        return read_counters(_get(self._http, "/metrics").text)
+
+    def _body(self, ids: Sequence[int]) -> dict[str, Any]:
+        return {
+            "model": self.target.model,
+            "prompt": list(ids),
+            "max_tokens": self.settings.output,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+
+    def _tokenize(self, text: str) -> list[int]:
+        body = {"model": self.target.model, "prompt": text, "add_special_tokens": False}
+        try:
+            response = self._http.post("/tokenize", json=body)
+        except httpx.HTTPError as error:
+            raise unreachable(self.target.base_url, error) from None
+        ids = response.json().get("tokens") if response.status_code == 200 else None
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            raise DeployError(
+                f"POST /tokenize: status {response.status_code}: {response.text[:200]}",
+                hint="the benchmark asks vLLM's own endpoints; --url must point at a vLLM server",
+            )
+        return ids
+
+    def _longest_context(self) -> int | None:
+        listed = _get(self._http, "/v1/models").json().get("data")
+        lengths = [m.get("max_model_len") for m in listed or () if m.get("id") == self.target.model]
+        return lengths[0] if lengths and type(lengths[0]) is int else None
+
+    def _obstacle(self, prompt: int, concurrency: int, longest: int | None) -> str:
+        needed = prompt + self.settings.output
+        if longest is not None and needed > longest:
+            return f"left out: needs a context of {needed} tokens, the server allows {longest}"
+        capacity = self.counters().kv_tokens
+        if capacity is not None and needed * concurrency > capacity:
+            return f"left out: needs {needed * concurrency} tokens of KV cache, the server has {capacity}"
+        return ""
+
+
+def measure(http: httpx.Client, body: dict[str, Any]) -> Trace:
+    """Send one streaming completion and note when its tokens arrive; raises DeployError when it fails."""
+    arrivals: list[tuple[float, int]] = []
+    prompt_tokens = 0
+    sent = time.perf_counter()
+    try:
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                response.read()
+                raise DeployError(f"POST /v1/completions: status {response.status_code}: {response.text[:300]}")
+            for line in response.iter_lines():
+                at = time.perf_counter()
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise DeployError(f"the server broke off: {str(event['error'])[:300]}")
+                usage = event.get("usage") or {}
+                tokens = int(usage.get("completion_tokens") or 0)
+                prompt_tokens = int(usage.get("prompt_tokens") or prompt_tokens)
+                if tokens > (arrivals[-1][1] if arrivals else 0):
+                    arrivals.append((at, tokens))
+    except httpx.HTTPError as error:
+        raise unreachable(str(http.base_url), error) from None
+    except (ValueError, AttributeError) as error:
+        raise DeployError(f"the server streamed something that is not its API: {error}") from None
+    if not arrivals:
+        raise DeployError(
+            "the answer carried no token counts",
+            hint="the benchmark needs stream_options.continuous_usage_stats, which vLLM has",
+        )
+    return Trace(sent, tuple(arrivals), prompt_tokens)
+
+
+def unreachable(url: str, error: httpx.HTTPError) -> DeployError:
+    """A transport error as a message with a next step."""
+    hint = "start it with glm5deploy serve, or name it with --url"
+    return DeployError(f"no answer from {url}: {error or type(error).__name__}", hint=hint)
+
+
+def _get(http: httpx.Client, path: str) -> httpx.Response:
+    try:
+        response = http.get(path)
+    except httpx.HTTPError as error:
+        raise unreachable(str(http.base_url), error) from None
+    if response.status_code != 200:
+        hint = "give the key with --api-key-file or GLM5DEPLOY_API_KEY" if response.status_code == 401 else None
+        raise DeployError(f"GET {path}: status {response.status_code}: {response.text[:200]}", hint=hint)
+    return response

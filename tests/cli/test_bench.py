@@ -1,0 +1,70 @@
+"""The `bench` command as a process, against a server that streams at a known pace."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from glm5deploy.cli.bench import parse_counts
+from glm5deploy.errors import UsageError
+from tests.support.streaming_server import Pace, StreamingServer
+
+
+def run(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "glm5deploy.cli.app", "bench", *args]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, env=dict(os.environ))
+
+
+def test_table_saved_figures_comparison_and_plot(tmp_path: Path) -> None:
+    common = ("--prompt", "64", "--output", "10")
+    with StreamingServer(Pace(first=0.05, between=0.01)) as server:
+        first = run(tmp_path, "--url", server.url, "--concurrency", "1,2", "--save", "one.json", *common)
+        server.pace.between = 0.02
+        second = run(
+            tmp_path,
+            *("--url", server.url + "/v1", "--concurrency", "1", *common),
+            *("--compare", "one.json", "--plot", "plot.png"),
+        )
+    assert first.returncode == 0, first.stderr
+    assert "decode tok/s" in first.stdout
+    assert "TPOT ms" in first.stdout
+    assert "2 × 64: " in first.stderr
+    saved = json.loads((tmp_path / "one.json").read_text())
+    assert [p["concurrency"] for p in saved["points"]] == [1, 2]
+    assert second.returncode == 0, second.stderr
+    assert "compared with" in second.stdout
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_is_one_object(tmp_path: Path) -> None:
+    with StreamingServer(Pace(first=0.01, between=0.001)) as server:
+        answer = run(tmp_path, "--url", server.url, "--concurrency", "1", "--prompt", "8", "--output", "4", "--json")
+    value = json.loads(answer.stdout)
+    assert value["model"] == "paced"
+    assert value["points"][0]["wave"]["output_tokens"] == 4
+
+
+def test_no_server_is_one_line_with_a_next_step(tmp_path: Path) -> None:
+    answer = run(tmp_path, "--url", "http://127.0.0.1:9")
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("error: no server at http://127.0.0.1:9")
+    assert "glm5deploy serve" in answer.stderr
+
+
+def test_unknown_model_is_named_with_what_there_is(tmp_path: Path) -> None:
+    with StreamingServer() as server:
+        answer = run(tmp_path, "--url", server.url, "--model", "other")
+    assert answer.returncode == 1
+    assert "offers paced, not other" in answer.stderr
+
+
+def test_counts() -> None:
+    assert parse_counts("1k, 8K,64,64", "--prompt") == (64, 1024, 8192)
+    for text in ("", "0", "1,,2", "-1", "1.5k", "99999999"):
+        with pytest.raises(UsageError):
+            parse_counts(text, "--prompt")
