@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from glm5deploy import __version__
+from glm5deploy.cli.bench import bench
+from glm5deploy.cli.chat import chat
 from glm5deploy.cli.demo import demo
 from glm5deploy.cli.install import install
 from glm5deploy.cli.run import run
@@ -69,7 +71,7 @@ def root(
     """From split GLM-5 GGUF shards to a tensor-parallel vLLM endpoint with true sparse attention."""
 
 
-for _command in (run, install, status, reset, demo):
+for _command in (run, install, bench, chat, status, reset, demo):
     app.command()(boundary(_command))
 
 

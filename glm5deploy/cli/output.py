@@ -7,6 +7,7 @@ lines on stderr. No colour codes leave this module unless the stream is a termin
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -57,6 +58,17 @@ class Output:
     def warning(self, message: str) -> None:
         if not self.json_mode:
             self._say(f"warning: {message}", "yellow")
+
+    def piece(self, text: str, *, thinking: bool = False) -> None:
+        """Part of a streamed answer, without a line end: the answer on stdout, thinking on stderr, dim on a terminal.
+
+        What a model writes is not trusted: control characters do not reach a terminal.
+        """
+        stream = sys.stderr if thinking else sys.stdout
+        if stream.isatty():
+            text = "".join(c for c in text if c in "\n\t" or c.isprintable())
+            text = f"\x1b[2m{text}\x1b[0m" if thinking and text and "NO_COLOR" not in os.environ else text
+        print(text, end="", file=stream, flush=True)
 
     def progress(self, progress: Progress) -> None:
         """A :data:`~glm5deploy.progress.ProgressSink` for work outside the pipeline."""
