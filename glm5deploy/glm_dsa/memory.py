@@ -103,7 +103,7 @@ def weight_bytes_per_rank(
     every weight is dequantised to 16 bits at load (the CPU engine).
     """
     stages = [0] * layout.pp
-    first_of = _stage_of_layers(hparams.num_layers, layout.pp)
+    first_of = stage_of_layers(hparams.num_layers, layout.pp)
     for placement in placements:
         share = _rank_bytes(placement, tensors[placement.name], layout, dense)
         for stage in _stages(placement, hparams, first_of):
@@ -128,7 +128,7 @@ def _rank_bytes(placement: Placement, tensor: SizedTensor, layout: ParallelLayou
     return ceil(nbytes / layout.tp)
 
 
-def _stage_of_layers(num_layers: int, pp: int) -> Sequence[int]:
+def stage_of_layers(num_layers: int, pp: int) -> Sequence[int]:
     """The pipeline stage of every layer, as vLLM deals them out: evenly, what remains to the last stages but one."""
     counts = [num_layers // pp] * pp
     for extra in range(num_layers % pp):

@@ -104,13 +104,13 @@ def test_pipeline_stages_share_layers_like_vllm():
 def test_stages_agree_with_vllm():
     from vllm.distributed.utils import get_pp_indices
 
-    from glm5deploy.glm_dsa.memory import _stage_of_layers
+    from glm5deploy.glm_dsa.memory import stage_of_layers
 
     for layers in (4, 78, 79):
         for pp in (1, 2, 3, 4):
             spans = [get_pp_indices(layers, rank, pp) for rank in range(pp)]
             expected = [rank for rank, (first, end) in enumerate(spans) for _ in range(first, end)]
-            assert list(_stage_of_layers(layers, pp)) == expected, (layers, pp)
+            assert list(stage_of_layers(layers, pp)) == expected, (layers, pp)
 
 
 def test_roles_of_a_real_file_add_up():
