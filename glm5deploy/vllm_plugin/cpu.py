@@ -48,12 +48,17 @@ def install() -> None:
 
 
 def _choose(original: Any) -> Any:
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm.glm5deploy")
+
     @functools.wraps(original)
     def get_attn_backend_cls(
         cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> Any:
         sparse = attn_selector_config.use_mla and attn_selector_config.use_sparse
         if sparse and selected_backend is not None and selected_backend.name == BACKEND:
+            logger.info_once("Using %s attention backend (torch).", BACKEND)
             return selected_backend.get_path()
         return original(cls, selected_backend, attn_selector_config, num_heads)
 

@@ -41,12 +41,12 @@ def prepare(vllm_config: Any) -> None:
 
 def wrap(original: type) -> type:
     """A hook that prepares our engine before ``original`` runs; wrapping a wrapped hook gives it back."""
-    if issubclass(original, _Glm5Hook):
+    if issubclass(original, Glm5Hook):
         return original
-    return type("Glm5ConfigHook", (_Glm5Hook, original), {"original": original})
+    return type("Glm5ConfigHook", (Glm5Hook, original), {"original": original})
 
 
-class _Glm5Hook:
+class Glm5Hook:
     original: Any
 
     @classmethod

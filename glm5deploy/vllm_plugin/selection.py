@@ -36,7 +36,7 @@ def glm5_select(
         return
     tokens = metadata.num_actual_tokens
     store_index_keys(cache, key[:tokens], metadata.slot_mapping[:tokens])
-    select_on_host(q, weights, cache, metadata, selected, topk)
+    select(q, weights, cache, metadata, selected, topk)
     trace.count(layer, metadata, topk)
     trace.record(layer, metadata, selected[:tokens])
 
@@ -50,7 +50,7 @@ def _context(layer: str) -> tuple[SparseMetadata | None, torch.Tensor]:
     return (step[layer] if isinstance(step, dict) else None), cache
 
 
-def select_on_host(
+def select(
     q: torch.Tensor,
     weights: torch.Tensor,
     cache: torch.Tensor,

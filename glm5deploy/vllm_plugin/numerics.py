@@ -1,0 +1,184 @@
+"""The backend against plain float64 arithmetic on this machine, through the very methods that vLLM calls.
+
+Three requests of different stages (a whole prompt, the end of a longer one, a single decoded token) share paged caches
+whose blocks lie scattered, with another layer's memory between them and NaN wherever nothing was written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from glm5deploy.errors import DeployError
+from glm5deploy.kernels.layout import INDEX_DIM, INDEX_KEY_BYTES, LATENT_DIM, QK_DIM
+from glm5deploy.kernels.reference import quantise_fp8, store_index_keys
+
+HEADS, INDEX_HEADS, TOPK, BLOCK = 4, 32, 64, 64
+CONTEXTS, QUERIES = (70, 300, 200), (70, 5, 1)
+_SCALE = 256**-0.5
+_HINT = "Do not serve with it: answers would be wrong. Report versions and device of this report."
+# Relative root mean square error of attention. Scores nearer than this, in units of the row's spread, may tie.
+ATTENTION_ERROR = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+TIE = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step's inputs on ``device``; caches are empty."""
+
+    metadata: Any
+    latent_cache: torch.Tensor
+    index_cache: torch.Tensor
+    latent: torch.Tensor  # [positions of all requests, 576]
+    keys: torch.Tensor  # [positions of all requests, 128]
+    slots: torch.Tensor  # [positions of all requests]
+    q: torch.Tensor  # [T, H, 576]
+    q_index: torch.Tensor  # [T, J, 128]
+    weights: torch.Tensor  # [T, J]
+
+
+def check() -> dict[str, Any]:
+    """Figures of the comparison; :class:`DeployError` when selection or attention is off."""
+    from vllm.platforms import current_platform
+
+    device = torch.device(current_platform.device_type)
+    case = make_case(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    selected = _select(case)
+    wrong = selection_errors(case, selected)
+    error = attention_error(case, selected, _attend(case, selected))
+    figures = {
+        "rows": len(selected),
+        "selection errors": wrong,
+        "attention error": error,
+        "dtype": str(case.q.dtype).removeprefix("torch."),
+    }
+    if wrong:
+        raise DeployError(f"the indexer's selection differs from the reference in {wrong} rows", hint=_HINT)
+    if not error <= ATTENTION_ERROR[case.q.dtype]:
+        raise DeployError(f"attention is off by {error:.1e}, allowed {ATTENTION_ERROR[case.q.dtype]:.0e}", hint=_HINT)
+    return figures
+
+
+def make_case(device: torch.device, dtype: torch.dtype) -> Case:
+    """Random inputs from a fixed seed, the same on every machine."""
+    from glm5deploy.vllm_plugin.metadata import SparseMetadata
+
+    generator = torch.Generator().manual_seed(42)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    per_request = [-(-context // BLOCK) for context in CONTEXTS]
+    blocks = torch.randperm(2 * sum(per_request), generator=generator).int()
+    table = torch.zeros((len(CONTEXTS), max(per_request)), dtype=torch.int32)
+    for row, count in enumerate(per_request):
+        table[row, :count], blocks = blocks[:count], blocks[count:]
+    position = torch.cat([torch.arange(context) for context in CONTEXTS])
+    request = torch.repeat_interleave(torch.arange(len(CONTEXTS)), torch.tensor(CONTEXTS))
+    slots = table[request, position // BLOCK].long() * BLOCK + position % BLOCK
+    queried = torch.cat([torch.arange(c - n, c) for c, n in zip(CONTEXTS, QUERIES, strict=True)])
+    starts = torch.tensor([0, *QUERIES]).cumsum(0)
+    of_token = torch.repeat_interleave(torch.arange(len(QUERIES)), torch.tensor(QUERIES))
+    tokens, total = int(starts[-1]), 2 * sum(per_request)
+    stored = torch.cat([torch.arange(sum(CONTEXTS[:r]), sum(CONTEXTS[: r + 1]))[-n:] for r, n in enumerate(QUERIES)])
+    spans = tuple(zip(starts[:-1].tolist(), starts[1:].tolist(), CONTEXTS, strict=True))
+    metadata = SparseMetadata(
+        num_reqs=len(CONTEXTS),
+        num_actual_tokens=tokens,
+        max_query_len=max(QUERIES),
+        max_seq_len=max(CONTEXTS),
+        query_start_loc=starts.int().to(device),
+        seq_lens=torch.tensor(CONTEXTS, dtype=torch.int32, device=device),
+        slot_mapping=slots[stored].to(device),
+        block_table=table.to(device),
+        request_of_token=of_token.int().to(device),
+        lengths=(queried + 1).int().to(device),
+        spans=spans if device.type == "cpu" else None,
+        num_decodes=len(CONTEXTS),
+        num_decode_tokens=tokens,
+    )
+    latent = torch.full((total, 2, BLOCK, QK_DIM), torch.nan, dtype=dtype, device=device)[:, 0]
+    index = torch.full((total, 2, BLOCK, INDEX_KEY_BYTES), 0x7F, dtype=torch.uint8, device=device)[:, 1]
+    return Case(
+        metadata=metadata,
+        latent_cache=latent,
+        index_cache=index,
+        latent=random(len(position), QK_DIM),
+        keys=random(len(position), INDEX_DIM),
+        slots=slots.to(device),
+        q=random(tokens, HEADS, QK_DIM),
+        q_index=random(tokens, INDEX_HEADS, INDEX_DIM),
+        weights=random(tokens, INDEX_HEADS).float(),
+    )
+
+
+def _select(case: Case) -> torch.Tensor:
+    from glm5deploy.vllm_plugin.selection import select
+
+    store_index_keys(case.index_cache, case.keys, case.slots)
+    values, scale = quantise_fp8(case.q_index)
+    selected = torch.full((len(case.q), TOPK), -1, dtype=torch.int32, device=case.q.device)
+    select(values, case.weights * scale, case.index_cache, case.metadata, selected, TOPK)
+    return selected
+
+
+def _attend(case: Case, selected: torch.Tensor) -> torch.Tensor:
+    from glm5deploy.vllm_plugin.attention import Glm5SparseImpl
+
+    impl = Glm5SparseImpl(
+        HEADS, QK_DIM, _SCALE, 1, None, None, "auto", None, "decoder", None, selected, None, kv_lora_rank=LATENT_DIM
+    )
+    scale = torch.ones((), device=case.q.device)
+    latent, rope = case.latent.split([LATENT_DIM, QK_DIM - LATENT_DIM], dim=-1)
+    impl.do_kv_cache_update(latent, rope.unsqueeze(1), case.latent_cache, case.slots, "auto", scale)
+    out, _ = impl.forward_mqa(
+        case.q.split([LATENT_DIM, QK_DIM - LATENT_DIM], dim=-1), case.latent_cache, case.metadata, None
+    )
+    return out
+
+
+def selection_errors(case: Case, selected: torch.Tensor) -> int:
+    """Rows whose selection is not the best TOPK positions by float64 scores of the quantised values."""
+    keys, key_scale = quantise_fp8(case.keys)
+    queries, query_scale = quantise_fp8(case.q_index)
+    k = keys.double() * key_scale.double()[:, None]
+    q = queries.double() * query_scale.double()[..., None]
+    return sum(
+        not _is_best(_scores(q[row], k[_positions(case, row)], case.weights[row].double()), selected[row])
+        for row in range(len(selected))
+    )
+
+
+def _positions(case: Case, row: int) -> slice:
+    """Where the positions that token ``row`` may see stand among those of all requests."""
+    first = sum(CONTEXTS[: int(case.metadata.request_of_token[row])])
+    return slice(first, first + int(case.metadata.lengths[row]))
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return (weights[:, None] * (q @ k.T).clamp(min=0)).sum(dim=0)
+
+
+def _is_best(scores: torch.Tensor, row: torch.Tensor) -> bool:
+    chosen = row[row >= 0].long()
+    expected = min(TOPK, len(scores))
+    if len(chosen) != expected or len(chosen.unique()) != expected or int(chosen.max()) >= len(scores):
+        return False
+    if expected == len(scores):
+        return True
+    rest = torch.ones(len(scores), dtype=torch.bool, device=scores.device)
+    rest[chosen] = False
+    return bool(scores[rest].max() - scores[chosen].min() <= TIE * scores.std())
+
+
+def attention_error(case: Case, selected: torch.Tensor, out: torch.Tensor) -> float:
+    """Root mean square error of ``out`` [T, H, 512], relative to float64 attention over ``selected``; NaN counts."""
+    expected = torch.empty(out.shape, dtype=torch.float64, device=out.device)
+    for row in range(len(selected)):
+        chosen = selected[row][selected[row] >= 0].long()
+        rows = case.latent[_positions(case, row)][chosen].double()
+        weights = torch.softmax(case.q[row].double() @ rows.T * _SCALE, dim=-1)
+        expected[row] = weights @ rows[:, :LATENT_DIM]
+    return float((out.double() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
