@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class FetchStage:
     """``refresh`` follows a branch that has moved; ``repair`` hashes everything on disk before fetching what is wrong.
 
-    Outputs: ``shards`` (path, size, mtime_ns, sha256 of each, in order), ``first_shard``, ``repo``, ``commit``,
+    Outputs: ``files`` (path, size, mtime_ns, sha256 of each, in order), ``repo``, ``commit``,
     ``quant``, ``bytes``.
     """
 
@@ -113,8 +113,7 @@ class FetchStage:
             "commit": plan.commit,
             "quant": plan.label,
             "bytes": plan.size,
-            "first_shard": str(paths[0]),
-            "shards": [{**file_facts(path), "sha256": sha} for path, sha in zip(paths, hashes, strict=True)],
+            "files": [{**file_facts(path), "sha256": sha} for path, sha in zip(paths, hashes, strict=True)],
             "summary": f"{plan.repo}@{plan.commit[:12]} {plan.label}: {len(paths)} shards, all hashes match",
         }
 
