@@ -125,7 +125,7 @@ class Transfer:
         self._stalls += fault.stalled
         if self._faults > self._policy.retries:
             raise HubError(
-                f"{self._file.path}: {fault.reason}, {self._faults} times in a row; "
+                f"{self._file.path}: {fault.reason}, the {self._faults}th fault in a row; "
                 f"{format_bytes(offset)} of {format_bytes(self._file.size)} are kept",
                 hint="run fetch again to go on from there",
             ) from fault
