@@ -18,6 +18,7 @@ from glm5deploy.glm_dsa.indexer_schedule import IndexerSchedule
 from glm5deploy.glm_dsa.name_ranges import collapse
 from glm5deploy.glm_dsa.tensor_kinds import TensorKind
 
+_MOST_SHAPES = 20  # wrong shapes spelled out in one message
 _BLOCK_NAME = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(.+)", re.ASCII)
 
 
@@ -111,8 +112,8 @@ def plan_tensors(
     """Place every tensor of the file's whole table.
 
     ``use_mtp`` keeps the MTP blocks (speculative decoding); else their tensors are dropped. Raises
-    :class:`FileFormatError` naming every missing, unmapped and misshapen tensor, :class:`UsageError` when MTP is
-    wanted of a file that has none.
+    :class:`FileFormatError` naming every missing and unmapped tensor and the misshapen ones, :class:`UsageError` when
+    MTP is wanted of a file that has none.
     """
     if use_mtp and hparams.num_nextn == 0:
         raise UsageError(
@@ -205,7 +206,8 @@ def _raise_findings(missing: list[str], unmapped: list[str], misshapen: list[str
     if unmapped:
         findings.append(f"{len(unmapped)} unknown to this architecture: {collapse(unmapped)}")
     if misshapen:
-        findings.append(f"{len(misshapen)} of another shape: {'; '.join(misshapen)}")
+        more = f" and {len(misshapen) - _MOST_SHAPES} more" if len(misshapen) > _MOST_SHAPES else ""
+        findings.append(f"{len(misshapen)} of another shape: {'; '.join(misshapen[:_MOST_SHAPES])}{more}")
     if not findings:
         return
     hint = "Take a complete file; an interrupted conversion or a shard left out gives such a table."

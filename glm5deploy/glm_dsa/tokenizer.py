@@ -140,10 +140,12 @@ def _types(metadata: Metadata, count: int) -> tuple[int, ...]:
     known = (_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED)
     if not is_array(value) or len(value) != count:
         raise FileFormatError(f"metadata key {key} must have one entry per token ({count})")
+    types = []
     for token_id, kind in enumerate(value):
-        if kind not in known:
+        if isinstance(kind, bool) or not isinstance(kind, int) or kind not in known:
             raise FileFormatError(f"{key}[{token_id}] is {describe(kind)}; a byte-level BPE has types {known}")
-    return tuple(int(str(kind)) for kind in value)
+        types.append(kind)
+    return tuple(types)
 
 
 def _merges(metadata: Metadata, known: frozenset[str]) -> tuple[tuple[str, str], ...]:
