@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from glm5deploy.glm_dsa.hparams import Hparams
 from glm5deploy.glm_dsa.indexer_schedule import IndexerSchedule
+from glm5deploy.glm_dsa.pipeline_parallel import vllm_division
 from glm5deploy.glm_dsa.tensor_kinds import Role
 from glm5deploy.glm_dsa.tensor_names import Placement, place
 from glm5deploy.glm_dsa.tensor_parallel import TypedTensor
@@ -82,11 +83,17 @@ def _types(tensors: Sequence[SizedTensor]) -> Mapping[str, int]:
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
     """``tp`` ranks share every layer, ``pp`` groups of ranks share the layers; with ``expert_parallel`` the ranks of a
-    group hold whole experts."""
+    group hold whole experts. ``partition`` is the layers of each group, by default as vLLM deals them out."""
 
     tp: int = 1
     pp: int = 1
     expert_parallel: bool = False
+    partition: tuple[int, ...] = ()
+
+    def stage_of_layers(self, num_layers: int) -> Sequence[int]:
+        """The pipeline stage of every layer."""
+        counts = self.partition or vllm_division(num_layers, self.pp)
+        return [stage for stage, count in enumerate(counts) for _ in range(count)]
 
 
 def weight_bytes_per_rank(
@@ -103,10 +110,10 @@ def weight_bytes_per_rank(
     every weight is dequantised to 16 bits at load (the CPU engine).
     """
     stages = [0] * layout.pp
-    first_of = stage_of_layers(hparams.num_layers, layout.pp)
+    stage_of = layout.stage_of_layers(hparams.num_layers)
     for placement in placements:
         share = _rank_bytes(placement, tensors[placement.name], layout, dense)
-        for stage in _stages(placement, hparams, first_of):
+        for stage in _stages(placement, hparams, stage_of):
             stages[stage] += share
     return tuple(stages)
 
@@ -126,14 +133,6 @@ def _rank_bytes(placement: Placement, tensor: SizedTensor, layout: ParallelLayou
         experts = placement.shape[2]
         return nbytes // experts * ceil(experts / layout.tp)
     return ceil(nbytes / layout.tp)
-
-
-def stage_of_layers(num_layers: int, pp: int) -> Sequence[int]:
-    """The pipeline stage of every layer, as vLLM deals them out: evenly, what remains to the last stages but one."""
-    counts = [num_layers // pp] * pp
-    for extra in range(num_layers % pp):
-        counts[-2 - extra if pp > 1 else -1] += 1
-    return [stage for stage, count in enumerate(counts) for _ in range(count)]
 
 
 def _stages(placement: Placement, hparams: Hparams, stage_of: Sequence[int]) -> Iterator[int]:

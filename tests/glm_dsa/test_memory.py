@@ -101,18 +101,6 @@ def test_pipeline_stages_share_layers_like_vllm():
     assert model.per_rank(pp=1) == (whole,)
 
 
-def test_stages_agree_with_vllm():
-    from vllm.distributed.utils import get_pp_indices
-
-    from glm5deploy.glm_dsa.memory import stage_of_layers
-
-    for layers in (4, 78, 79):
-        for pp in (1, 2, 3, 4):
-            spans = [get_pp_indices(layers, rank, pp) for rank in range(pp)]
-            expected = [rank for rank, (first, end) in enumerate(spans) for _ in range(first, end)]
-            assert list(stage_of_layers(layers, pp)) == expected, (layers, pp)
-
-
 def test_roles_of_a_real_file_add_up():
     shards = ShardSet.open(SET_A / "GLM-tiny-A-GGUF/UD-Q4_K_XL")
     sizes = sizes_by_role(shards.tensors, read_hparams(shards.metadata, shards.by_name))
