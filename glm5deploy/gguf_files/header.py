@@ -173,8 +173,9 @@ def _read_tensor(reader: ByteReader, name: str, at: int) -> TensorInfo:
     shape = tuple(reader.u64(f"a dimension of {name!r}") for _ in range(dimensions)) or (1,)
     if not all(1 <= n < 1 << 63 for n in shape):
         raise reader.error(at, f"tensor {name!r} has shape {list(shape)}, expected dimensions of at least 1")
+    type_id = reader.u32(f"the type of {name!r}")
     try:
-        kind = ggml_type(reader.u32(f"the type of {name!r}"))
+        kind = ggml_type(type_id)
     except FileFormatError as error:
         raise reader.error(at, f"tensor {name!r}: {error.message}", hint=error.hint) from error
     if shape[0] % kind.block_elements:
