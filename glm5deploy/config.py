@@ -75,6 +75,10 @@ class ServeConfig:
     weights: Literal["auto", "dense", "quantised"] = "auto"
     max_num_seqs: int = 0
     mtp: int = 0  # draft tokens a step; 0 switches MTP off
+    reasoning_parser: str = "auto"  # a name of vLLM's registry, "none", or by the tokenizer's tokens
+    tool_parser: str = "auto"
+    gpu_memory: float = 0.0  # share of each GPU; 0 leaves it to vLLM
+    custom_all_reduce: Literal["auto", "on", "off"] = "auto"  # auto: off on more than two GPUs without NVLink
     api_key_file: Path | None = None
     ready_timeout: float = 0.0  # seconds; 0 computes one from the bytes to load
     extra: tuple[str, ...] = ()

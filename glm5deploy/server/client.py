@@ -68,8 +68,14 @@ class Client:
             return False
 
     def models(self) -> list[str]:
+        return list(self.model_lengths())
+
+    def model_lengths(self) -> dict[str, int]:
+        """Every model that is offered, with the tokens of its context (0 where the server does not say)."""
         listed = self._json("GET", "/v1/models").get("data")
-        return [str(entry.get("id")) for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+        models = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+        lengths = [(str(entry.get("id")), entry.get("max_model_len")) for entry in models]
+        return {name: length if type(length) is int else 0 for name, length in lengths}
 
     def metrics(self) -> str:
         """Prometheus text."""

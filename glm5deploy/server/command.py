@@ -18,9 +18,10 @@ TRITON_BACKEND = "GLM5_TRITON_SPARSE"
 REASONING_PARSER = "glm45"
 TOOL_PARSER = "glm47"
 
-# Both wheels have this module and it takes the arguments of `vllm serve`; the `vllm` script of the CPU wheel asks the
-# package metadata for "vllm", which that wheel does not provide, and fails before it has read an argument.
+# Both wheels have this module, and it takes the arguments of `vllm serve` with the model as a flag. The `vllm` script
+# of the CPU wheel asks the package metadata for "vllm", which that wheel does not provide, and fails at once.
 _SERVER_MODULE = "vllm.entrypoints.launchers.api_server.entry"
+_KEPT = "already set in the environment"
 # Other spellings under which vLLM knows a flag that is generated here.
 _ALIASES = {"-cc": "--compilation-config", "-sc": "--speculative-config", "-pp": "--pipeline-parallel-size"}
 
@@ -55,16 +56,27 @@ class _Flag:
 
 
 def build_command(
-    settings: ServeSettings, model: ModelFacts, weights: str = "auto", launcher: Sequence[str] | None = None
+    settings: ServeSettings,
+    model: ModelFacts,
+    weights: str = "auto",
+    *,
+    environment: Mapping[str, str] | None = None,
+    launcher: Sequence[str] | None = None,
 ) -> ServeCommand:
     """The command for ``settings``. ``weights`` is "auto", "dense" or "quantised", as the loader knows it.
     ``launcher`` is what precedes the model folder; by default what the installed wheel needs.
 
-    Flags after ``--`` replace generated ones of the same name. Raises UsageError for a combination that cannot work.
+    Flags after ``--`` replace generated ones of the same name, and a variable that ``environment`` has already stays as
+    it is. Raises UsageError for a combination that cannot work.
     """
     context = settings.context
     if context is not None and context > model.context:
         raise UsageError(f"--context {context}: the model was made for at most {model.context} tokens")
+    if not model.has_chat_template and not any(flag_name(word) == "--chat-template" for word in settings.extra):
+        raise UsageError(
+            "the GGUF file has no chat template, so the server could not answer a chat",
+            hint="give one as a file: glm5deploy serve … -- --chat-template FILE",
+        )
     if settings.mtp and not model.mtp_layers:
         raise UsageError("--mtp asks for draft tokens, but the GGUF file has no MTP block", hint="leave --mtp out")
     given = {_ALIASES.get(flag, flag) for flag in map(flag_name, settings.extra) if flag}
@@ -78,22 +90,23 @@ def build_command(
         words += flag.words
         reasons[name] = flag.reason
     variables = _variables(settings)
-    reasons.update({name: reason for name, (_, reason) in variables.items()})
+    present = variables.keys() & (environment or {}).keys()
+    reasons.update({name: _KEPT if name in present else reason for name, (_, reason) in variables.items()})
     prefix = tuple(vllm_launcher() if launcher is None else launcher)
     return ServeCommand(
         launcher=prefix,
         argv=(*prefix, str(settings.model_folder), *words, *settings.extra),
-        env={name: value for name, (value, _) in variables.items()},
+        env={name: value for name, (value, _) in variables.items() if name not in present},
         reasons=reasons,
     )
 
 
 def vllm_launcher() -> tuple[str, ...]:
-    """How this interpreter's vLLM is started as a server."""
+    """How this interpreter's vLLM is started as a server; the model folder comes next."""
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        return (sys.executable, "-m", _SERVER_MODULE)
+        return (sys.executable, "-m", _SERVER_MODULE, "--model")
     return (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 
 

@@ -17,6 +17,8 @@ _HOLLOW = re.compile(
     r"Engine core initialization failed|WorkerProc initialization failed|EngineCore encountered|"
     r"^(KeyboardInterrupt|SystemExit)\b"
 )
+# What libraries say on the way out of every process.
+_FAREWELL = re.compile(r"nanobind|leaked (?:instance|type|function)|resource_tracker|skipped remainder|warnings\.warn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def find_faults(lines: list[str]) -> list[tuple[Fault, str]]:
 
 def telling_lines(log: Path, most: int = 4) -> list[str]:
     """The lines to show a person: exceptions and usage errors without repetition, else the last lines."""
-    lines = [bare(line) for line in read_tail(log)]
+    lines = [bare(line) for line in read_tail(log) if not _FAREWELL.search(line)]
     errors = list(dict.fromkeys(line for line in lines if _EXCEPTION.match(line) or _USAGE.search(line)))
     solid = [line for line in errors if not _HOLLOW.search(line)]
     chosen = (solid or errors)[:most] or [line for line in lines if line.strip()][-most:]

@@ -61,7 +61,6 @@ _BACKEND = re.compile(r"\bUsing (?:AttentionBackendEnum\.)?([A-Z][A-Z0-9_]{3,}) 
 _CACHE_TYPE = re.compile(r"\bkv_cache_dtype=['\"]?([\w.]+)")
 _MODEL_TYPE = re.compile(r"\bdtype=(?:torch\.)?(\w+)")
 _CAPACITY = re.compile(r"KV cache size: ([\d,]+) tokens")
-_LENGTH = re.compile(r"\bmax_(?:model|seq)_len=(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +70,16 @@ class Running:
     backend: str
     kv_dtype: str
     kv_tokens: int
-    context: int
 
 
 def read_running(lines: list[str]) -> Running:
-    """Backend, KV type ("auto" resolved to the model's type), KV capacity and context, both in tokens."""
+    """Backend, KV type ("auto" resolved to the model's type), KV capacity in tokens."""
     text = "\n".join(lines)
     cache = _last(_CACHE_TYPE, text)
     return Running(
         backend=_last(_BACKEND, text),
         kv_dtype=_last(_MODEL_TYPE, text) if cache == "auto" else cache,
         kv_tokens=int(_last(_CAPACITY, text).replace(",", "") or 0),
-        context=int(_last(_LENGTH, text) or 0),
     )
 
 

@@ -27,6 +27,7 @@ class ModelFacts:
     mtp_layers: int
     special_tokens: frozenset[str]
     weight_files: tuple[tuple[Path, int], ...]
+    has_chat_template: bool = True
 
     @property
     def weight_bytes(self) -> int:
@@ -60,6 +61,7 @@ def read_model_facts(folder: Path) -> ModelFacts:
         mtp_layers=config["num_nextn_predict_layers"] if type(config.get("num_nextn_predict_layers")) is int else 0,
         special_tokens=_special_tokens(folder / "tokenizer.json"),
         weight_files=_weight_files(folder / "glm5_gguf.json"),
+        has_chat_template=(folder / "chat_template.jinja").is_file(),
     )
     for path, size in facts.weight_files:
         check_weight_file(path, size)

@@ -63,10 +63,11 @@ class ServerProcess:
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def check(self) -> None:
-        """Raise ServerExited when the server is no longer running."""
-        code = self._process.poll()
-        if code is None:
+    def check(self, wait: float = 0.0) -> None:
+        """Raise ServerExited when the server is no longer running, or stops running within ``wait`` seconds."""
+        try:
+            code = self._process.wait(wait)
+        except subprocess.TimeoutExpired:
             return
         lines = telling_lines(self.log)
         raise ServerExited(

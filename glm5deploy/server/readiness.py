@@ -31,6 +31,10 @@ class NotReady(DeployError):
     """The server runs but does not answer as it should; the message says what was asked and what came back."""
 
 
+class NoAnswer(NotReady):
+    """A question was not answered at all."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     """``note`` says what was seen, or why the check could not be made (``skipped``) or not judged (``answered``)."""
@@ -151,7 +155,7 @@ def _ask(client: Client, model: ModelFacts, context: int, name: str, question: s
     try:
         answer = client.chat(_user(question), max_tokens=limit, temperature=0.0, **options)
     except RequestFailed as error:
-        raise NotReady(f"{name}: {error.message}", hint=error.hint) from None
+        raise NoAnswer(f"{name}: {error.message}", hint=error.hint) from None
     if answer.completion_tokens < 1:
         raise NotReady(f"{name}: the answer has no token (finish reason {answer.finish_reason})")
     return answer

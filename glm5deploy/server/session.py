@@ -11,17 +11,19 @@ from pathlib import Path
 
 from glm5deploy.progress import ProgressSink
 from glm5deploy.server.api_key import ApiKey
-from glm5deploy.server.client import Client
+from glm5deploy.server.client import Client, RequestFailed
 from glm5deploy.server.command import TRITON_BACKEND, ServeCommand
 from glm5deploy.server.diagnosis import bare, read_tail
 from glm5deploy.server.evidence import STATUS_VARIABLE, IndexerCount, clear_counts, read_indexer_counts, read_running
 from glm5deploy.server.model_facts import ModelFacts
 from glm5deploy.server.process import ServerProcess
-from glm5deploy.server.readiness import CheckResult, NotReady, prove_answers, wait_for_health
+from glm5deploy.server.readiness import CheckResult, NoAnswer, NotReady, prove_answers, wait_for_health
 from glm5deploy.server.settings import ServeSettings
 from glm5deploy.server.state import ServerState, remove_state, start_time, write_state
 
 _WHOLE_LOG = 16 << 20  # bytes; a start writes far less
+_POLL = 0.5
+_LAST_WORDS = 5.0  # seconds for a server whose engine died to end as well
 _COUNTER_INTERVAL = 0.5  # seconds; a worker writes its counters five times a second at most
 
 
@@ -75,6 +77,24 @@ class RunningServer:
     process: ServerProcess
     report: ReadyReport
 
+    @property
+    def base_url(self) -> str:
+        return self.settings.base_url
+
+    @property
+    def model(self) -> str:
+        """The name that clients ask for."""
+        return self.settings.name
+
+    def wait(self) -> None:
+        """Wait until Ctrl-C or SIGTERM; raise ServerExited when the server ends before."""
+        try:
+            while True:
+                self.process.check()
+                time.sleep(_POLL)
+        except KeyboardInterrupt:
+            return
+
     def client(self, timeout: float = 300.0) -> Client:
         return Client(self.settings.base_url, self.settings.name, self.key.value if self.key else None, timeout)
 
@@ -122,12 +142,12 @@ def _prove(
     with Client(settings.base_url, settings.name, key.value if key else None) as client:
         seconds = wait_for_health(client, settings.ready_timeout, process.check, progress, last_line)
         running = read_running(read_tail(places.log, _WHOLE_LOG))
-        context = running.context or settings.context or model.context
         try:
+            context = client.model_lengths().get(settings.name) or settings.context or model.context
             checks = prove_answers(client, model, context=context, tools=settings.tool_parser != "none")
             counts = _counted(client, places.counters, context > model.index_topk)
-        except NotReady:
-            process.check()  # an engine that died while it was asked says more than the request that failed
+        except (NoAnswer, RequestFailed):
+            process.check(_LAST_WORDS)  # an engine that died of the question says more than the question's failure
             raise
     if settings.attention == "triton":
         _require_sparse(counts, settings, model, checks)

@@ -46,9 +46,9 @@ def check_arguments(arguments: list[str]) -> dict[str, Any]:
     except (TypeError, ValueError, KeyError) as error:
         return {"ok": False, "error": str(error), "values": {}}
     values = {name: getattr(parsed, name, None) for name in VALUES}
-    error = _unknown_parser("reasoning parser", values["reasoning_parser"], _reasoning_parsers())
-    error = error or _unknown_parser("tool parser", values["tool_call_parser"], _tool_parsers())
-    return {"ok": not error, "error": error, "values": values}
+    unknown = _unknown_parser("reasoning parser", values["reasoning_parser"], _reasoning_parsers())
+    unknown = unknown or _unknown_parser("tool parser", values["tool_call_parser"], _tool_parsers())
+    return {"ok": not unknown, "error": unknown, "values": values}
 
 
 def _cli_module() -> Any:

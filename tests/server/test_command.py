@@ -141,6 +141,7 @@ def test_parsers_follow_the_tokenizer_and_can_be_named() -> None:
     ("changes", "model", "message"),
     [
         ({"context": 202753}, {}, "--context 202753: the model was made for at most 202752 tokens"),
+        ({}, {"has_chat_template": False}, "no chat template"),
         ({"mtp": 3}, {"mtp_layers": 0}, "no MTP block"),
         ({"tp": 3, "cpu_cores": (0, 1)}, {}, "needs a core for each rank, this process may use 2"),
     ],
@@ -148,6 +149,19 @@ def test_parsers_follow_the_tokenizer_and_can_be_named() -> None:
 def test_what_cannot_work_is_refused(changes: dict[str, object], model: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build_command(settings(**changes), facts(**model), launcher=VLLM)
+
+
+def test_a_chat_template_may_be_given_by_hand() -> None:
+    extra = ("--chat-template", "/t.jinja")
+    command = build_command(settings(extra=extra), facts(has_chat_template=False), launcher=VLLM)
+    assert command.argv[-2:] == extra
+
+
+def test_variables_that_are_set_already_stay() -> None:
+    command = build_command(settings(), facts(), environment={"HF_HUB_OFFLINE": "0"}, launcher=VLLM)
+    assert "HF_HUB_OFFLINE" not in command.env
+    assert command.reasons["HF_HUB_OFFLINE"] == "already set in the environment"
+    assert command.env["VLLM_NO_USAGE_STATS"] == "1"
 
 
 def test_cores_are_dealt_out_evenly() -> None:
@@ -173,6 +187,6 @@ def test_the_launcher_is_one_that_the_installed_wheel_has() -> None:
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        assert vllm_launcher() == (sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry")
+        assert vllm_launcher() == (sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model")
     else:
         assert vllm_launcher() == (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")

@@ -50,9 +50,11 @@ def test_a_key_that_others_can_read_is_warned_about() -> None:
 
 def test_log(tmp_path: Path) -> None:
     assert check_log(tmp_path / "logs" / "serve.log").level == "ok"
+    assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
     check = check_log(tmp_path / "file" / "serve.log")
     assert (check.level, check.remedy) == ("fail", "choose another folder with --workdir")
+    assert check.found.endswith("file is no folder")
 
 
 def test_memory() -> None:

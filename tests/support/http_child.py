@@ -3,7 +3,9 @@
 Run as a script: ``http_child.py PORT MODE``. It listens like vLLM, starts a worker process, and then, by MODE:
 ``serve`` answers; ``slow`` is healthy after two seconds; ``crash`` prints a traceback and ends with 1; ``hang`` never
 gets healthy; ``stubborn`` ignores SIGTERM, and so does its worker; ``silent`` is healthy and never answers a question;
-``wrong`` answers every question with the same nonsense; ``leave`` ends by itself and leaves its worker behind.
+``wrong`` answers every question with the same nonsense; ``leave`` ends by itself and leaves its worker behind;
+``dense`` answers, but its indexer leaves nothing out; ``uncounted`` answers without an indexer; ``dies`` ends when it
+is asked a question.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 NAME = "tiny"
 
 
 def reply_to(path: str, body: dict[str, Any], mode: str) -> dict[str, Any]:
     if path == "/v1/models":
-        return {"data": [{"id": NAME}]}
+        return {"data": [{"id": NAME, "max_model_len": 4096}]}
     words = sum(len(message["content"].split()) for message in body["messages"])
     if path == "/tokenize":
         return {"count": words}
@@ -44,6 +47,7 @@ def reply_to(path: str, body: dict[str, Any], mode: str) -> dict[str, Any]:
 class Handler(BaseHTTPRequestHandler):
     mode = ""
     begun = 0.0
+    counted: ClassVar[dict[str, int]] = {"calls": 0, "rows": 0, "sparse_rows": 0}
 
     def do_GET(self) -> None:
         healthy = self.mode != "hang" and (self.mode != "slow" or time.monotonic() - self.begun > 2)
@@ -60,7 +64,25 @@ class Handler(BaseHTTPRequestHandler):
             self._send(401, {"error": "Unauthorized"})
             return
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/v1/chat/completions":
+            self._chat_seen(body)
         self._send(200, reply_to(self.path, body, self.mode))
+
+    def _chat_seen(self, body: dict[str, Any]) -> None:
+        """Count like the plugin's indexer, or fail like an engine."""
+        if self.mode == "dies":
+            print("(EngineCore pid=7) ERROR 11-29 17:00:00 [core.py:1] RuntimeError: CUDA out of memory", flush=True)
+            os._exit(1)
+        folder = os.environ.get("GLM5DEPLOY_STATUS_DIR")
+        if folder and self.mode != "uncounted":
+            long = len(body["messages"][-1]["content"].split()) > 64 and self.mode != "dense"
+            Handler.counted = {
+                "calls": Handler.counted["calls"] + 2,
+                "rows": Handler.counted["rows"] + 10,
+                "sparse_rows": Handler.counted["sparse_rows"] + 5 * long,
+            }
+            counts = json.dumps({**Handler.counted, "layers": [0, 1]})
+            Path(folder, "indexer-rank0.json").write_text(counts)
 
     def _send(self, status: int, value: dict[str, Any]) -> None:
         data = json.dumps(value).encode()

@@ -60,6 +60,7 @@ def write_model_folder(folder: Path, *, weights: Path, config: dict[str, Any] | 
     }
     (folder / "config.json").write_text(json.dumps(values))
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": t} for t in GLM_TOKENS]}))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     weights.write_bytes(b"GGUF" + bytes(96))
     (folder / "glm5_gguf.json").write_text(json.dumps({"version": 1, "files": [str(weights)], "sizes": [100]}))
     return folder

@@ -1,0 +1,247 @@
+"""The serve stage on set A: what it plans, what it refuses, and (marked ``engine``) what it serves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import threading
+import time
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from glm5deploy.errors import DeployError, UsageError
+from glm5deploy.pipeline.events import Event
+from glm5deploy.pipeline.stage import Blocked
+from glm5deploy.server.command import build_command
+from glm5deploy.server.guard import session_members
+from glm5deploy.server.process import ServerExited
+from glm5deploy.stages import engine_check
+from glm5deploy.stages.engine_check import require_meaning
+from glm5deploy.stages.serve import ServerInfo, ServeStage
+from glm5deploy.stages.serve_plan import served_name
+from tests.stages.serving import serve_context
+from tests.support.serving import facts, free_port, settings
+
+
+@pytest.mark.slow
+def test_the_plan_is_the_command_that_vllm_understands(tmp_path: Path) -> None:
+    port = free_port()
+    context = serve_context(tmp_path, {"serve.port": port, "serve.extra": ("--seed", "7")})
+    plan: Any = ServeStage().plan(context)
+    words = shlex.split(plan["command"])
+    assert words[: words.index("--load-format")][-2:] == ["--model", str(tmp_path / "model")]
+    assert words[-2:] == ["--seed", "7"]
+    assert {check["level"] for check in plan["checks"]} <= {"ok", "warn"}
+    assert [check["check"] for check in plan["checks"]][-1] == "arguments"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".glm5deploy", "model"]
+    assert list((tmp_path / ".glm5deploy").iterdir()) == []
+
+
+MEANT = {
+    "host": "127.0.0.1",
+    "port": 8000,
+    "uds": None,
+    "served_model_name": ["tiny"],
+    "tensor_parallel_size": 1,
+    "load_format": "glm5_gguf",
+    "trust_remote_code": False,
+    "api_key": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("understood", "message"),
+    [
+        ({"trust_remote_code": True}, "change trust_remote_code to True"),
+        ({"host": "0.0.0.0"}, "change host to '0.0.0.0'"),
+        ({"served_model_name": ["tiny2"]}, "change served model name to 'tiny2'"),
+        ({"api_key": ["s3cret"]}, "change api_key to another one"),
+        ({"load_format": "auto"}, "change load format to 'auto'"),
+    ],
+)
+def test_an_abbreviated_flag_cannot_undo_a_promise(understood: dict[str, object], message: str) -> None:
+    require_meaning(MEANT, settings())
+    with pytest.raises(UsageError, match=message):
+        require_meaning({**MEANT, **understood}, settings())
+
+
+def test_the_answer_is_remembered_for_the_same_question(tmp_path: Path) -> None:
+    """A kept refusal is repeated, and a kept answer that is no longer true for these arguments is not used."""
+    command = build_command(settings(), facts(), launcher=("vllm", "serve"))
+    versions = engine_check.installed_versions()
+    key = sha256(json.dumps([list(command.vllm_arguments), versions], sort_keys=True).encode()).hexdigest()
+    memo = tmp_path / "memo.json"
+    memo.write_text(json.dumps({"key": key, "report": {"ok": False, "error": "no such flag"}}))
+    with pytest.raises(UsageError, match="vLLM refuses the command: no such flag"):
+        engine_check.check_vllm_arguments(command, settings(), memo, remember=True)
+    memo.write_text(json.dumps({"key": key, "report": {"ok": True, "values": MEANT}}))
+    assert engine_check.check_vllm_arguments(command, settings(), memo, remember=True).level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"serve.tp": 3}, "tensor-parallel size 3 does not divide"),
+        ({"serve.tp": 2, "serve.weights": "quantised"}, "would cut quantisation blocks"),
+        ({"serve.context": 202753}, "at most 202752 tokens"),
+        ({"serve.extra": ("--api-key", "x")}, "--api-key cannot be given after --"),
+    ],
+)
+def test_what_cannot_work_is_wrong_usage(tmp_path: Path, flags: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        ServeStage().run(serve_context(tmp_path, flags))
+    assert (caught.value.exit_code, bool(caught.value.hint)) == (2, "context" not in str(flags))
+
+
+def test_a_port_in_use_fails_before_vllm_is_asked(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        begun = time.monotonic()
+        with pytest.raises(DeployError, match=f"port {port} of 127.0.0.1 is in use") as caught:
+            ServeStage().run(serve_context(tmp_path, {"serve.port": port}))
+    assert time.monotonic() - begun < 3.0
+    assert (caught.value.exit_code, caught.value.hint) == (1, f"stop that, or --port {port + 1}")
+
+
+def test_an_unwritable_log_fails(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("in the way")
+    with pytest.raises(DeployError, match="no log at"):
+        ServeStage().run(serve_context(tmp_path, {"serve.port": free_port()}))
+
+
+def test_missing_vllm_names_the_setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_check, "installed_versions", dict)
+    with pytest.raises(DeployError, match="vLLM is not installed") as caught:
+        ServeStage().run(serve_context(tmp_path, {"serve.port": free_port()}))
+    assert "scripts/setup.sh" in str(caught.value.hint)
+
+
+def test_a_missing_shard_fails(tmp_path: Path) -> None:
+    context = serve_context(tmp_path, {})
+    pointer = tmp_path / "model" / "glm5_gguf.json"
+    value = json.loads(pointer.read_text())
+    pointer.write_text(json.dumps({**value, "files": [*value["files"][:-1], "/nowhere/shard.gguf"]}))
+    with pytest.raises(DeployError, match=r"/nowhere/shard\.gguf is missing"):
+        ServeStage().run(context)
+
+
+def test_earlier_stages_come_first(tmp_path: Path) -> None:
+    context = serve_context(tmp_path, {})
+    with pytest.raises(Blocked, match="install"):
+        ServeStage().inputs(replace(context, outputs={"patch": context.outputs["patch"]}))
+    with pytest.raises(Blocked, match="patch"):
+        ServeStage().inputs(replace(context, outputs={"install": context.outputs["install"]}))
+    assert ServeStage().stale_outputs(context, {})
+
+
+@pytest.mark.parametrize(
+    ("repo", "name"),
+    [
+        ("unsloth/GLM-5.2-GGUF", "GLM-5.2"),
+        ("a/GLM-5.1.gguf", "GLM-5.1"),
+        ("", "glm-5"),
+        ("x/-GGUF", "glm-5"),
+        ("demo/GLM-tiny", "GLM-tiny"),
+    ],
+)
+def test_served_names(repo: str, name: str) -> None:
+    assert served_name(repo) == name
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_serving_to_the_openai_client(tmp_path: Path) -> None:
+    """One start: the API as people use it, many requests at once, a client that hangs up, a worker that dies."""
+    import openai
+
+    key = tmp_path / "key"
+    key.write_text("s3cret-key\n")
+    key.chmod(0o600)
+    flags = {"serve.port": free_port(), "serve.dtype": "float32", "serve.context": 2048, "serve.api_key_file": key}
+    seen: list[Event] = []
+    session = 0
+
+    def use(server: ServerInfo) -> None:
+        nonlocal session
+        session = server.process.session
+        report = server.report
+        assert (report.backend, report.kv_dtype, report.context) == ("GLM5_TRITON_SPARSE", "float32", 2048)
+        assert report.indexer.sparse_rows > 0
+        assert report.indexer.layers == (0, 1, 2, 3)
+        assert [check.outcome for check in report.checks] == ["answered"] * 3
+        url = f"{server.base_url}/v1"
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=url, api_key="wrong", max_retries=0).models.list()
+        client = openai.OpenAI(base_url=url, api_key="s3cret-key", max_retries=0, timeout=120)
+        question: Any = [{"role": "user", "content": "Tell me about lighthouses."}]
+        whole = client.chat.completions.create(model="GLM-tiny-A", messages=question, max_tokens=12, temperature=0)
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == 12
+        pieces = client.chat.completions.create(
+            model="GLM-tiny-A", messages=question, max_tokens=12, temperature=0, stream=True
+        )
+        deltas: list[Any] = [piece.choices[0].delta for piece in pieces if piece.choices]
+        streamed = "".join((delta.content or "") + (getattr(delta, "reasoning", None) or "") for delta in deltas)
+        message: Any = whole.choices[0].message
+        assert streamed == (message.content or "") + (getattr(message, "reasoning", None) or "")
+
+        hung_up = client.chat.completions.create(
+            model="GLM-tiny-A", messages=question, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(hung_up))
+        hung_up.close()
+
+        done: list[int] = []
+
+        def ask() -> None:
+            answer = client.chat.completions.create(model="GLM-tiny-A", messages=question, max_tokens=2)
+            done.append(answer.usage.completion_tokens if answer.usage else 0)
+
+        threads = [threading.Thread(target=ask) for _ in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert done == [2] * 24
+
+        engine = next(p for p in psutil.Process(session).children(recursive=True) if "EngineCore" in p.name())
+        engine.send_signal(signal.SIGKILL)
+        server.process.check(30.0)
+
+    with pytest.raises(ServerExited, match="ended with exit status") as caught:
+        ServeStage(on_ready=use).run(serve_context(tmp_path, flags, seen))
+    assert session_members(session) == []
+    assert caught.value.hint
+    ready = next(event for event in seen if event.message.startswith("READY"))
+    assert ready.data["url"] == f"http://127.0.0.1:{flags['serve.port']}/v1"
+    for path in [*(tmp_path / "logs").iterdir(), *(tmp_path / ".glm5deploy").iterdir()]:
+        assert path.is_dir() or b"s3cret-key" not in path.read_bytes()
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_two_ranks_share_the_model_and_stop_together(tmp_path: Path) -> None:
+    flags = {"serve.port": free_port(), "serve.tp": 2, "serve.context": 1024}
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.fail("tensor parallelism 2 needs two cores")
+    members: list[int] = []
+
+    def look(server: ServerInfo) -> None:
+        assert server.report.indexer.ranks == 2
+        members.extend(server.process.members())
+
+    outputs: Any = ServeStage(on_ready=look).run(serve_context(tmp_path, flags))
+    assert outputs["tp"] == 2
+    assert len(members) >= 5  # guard, API server, engine, two workers
+    assert not any(psutil.pid_exists(pid) for pid in members)
+    assert not (tmp_path / ".glm5deploy" / "server.json").exists()
