@@ -10,10 +10,9 @@ import importlib.util
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 from glm5deploy.hub.choice import RemoteFile
 from glm5deploy.hub.client import Hub, Location, same_origin
@@ -83,15 +82,16 @@ class XetSource:
         try:
             yield Body(offset, None, watched(stream, self._policy.stall_seconds))
         finally:
-            stream.cancel()
-            group.abort()
+            group.abort()  # also unblocks the reader; the stream itself cannot be cancelled while it is being read
 
 
 _ERRORS: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError, KeyError)
 
 
-def watched(stream: Any, seconds: float) -> Iterator[bytes]:
+def watched(stream: Iterable[bytes], seconds: float) -> Iterator[bytes]:
     """The stream's chunks, read by a thread of its own: native code that blocks for ever cannot be interrupted.
+
+    Who closes this iterator also aborts the stream's group, which ends the reader.
 
     :raises TransferFault: no chunk for ``seconds``, or the stream failed.
     """
@@ -121,10 +121,9 @@ def watched(stream: Any, seconds: float) -> Iterator[bytes]:
             yield item
     finally:
         given_up.set()
-        stream.cancel()
 
 
-def _drain(stream: Any, put: Callable[[bytes | Exception | None], bool]) -> None:
+def _drain(stream: Iterable[bytes], put: Callable[[bytes | Exception | None], bool]) -> None:
     try:
         for chunk in stream:
             if not put(chunk):

@@ -107,7 +107,7 @@ class FetchStage:
             note=events.note,
             proved=proved,
         ).run()
-        hashes = [file.sha256 or file.git_oid for file in plan.files]
+        hashes = [file.sha256 or "" for file in plan.files]
         return {
             "repo": plan.repo,
             "commit": plan.commit,

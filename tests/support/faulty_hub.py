@@ -70,6 +70,7 @@ class FaultyHub(LocalHub):
         super().__init__(handler=FaultyHandler, **options)
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.pace = 0
+        self.xet_route_host: str | None = None
         self.resolve_faults: list[Callable[[FaultyHandler], bool]] = []
         self.closing = threading.Event()
         self._faults: list[tuple[Fault, str | None]] = []
@@ -144,6 +145,8 @@ class FaultyHandler(HubHandler):
     def send_header(self, keyword: str, value: str) -> None:
         if self.fault is not None and self.fault.says_total is not None and keyword == "Content-Range":
             value = f"{value.partition('/')[0]}/{self.fault.says_total}"
+        if self.hub.xet_route_host and keyword == "X-Xet-Refresh-Route":
+            value = value.replace(self.hub.endpoint, self.hub.xet_route_host)
         super().send_header(keyword, value)
 
     def send_body(self, blob: Blob, start: int, end: int) -> None:
