@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 from glm5deploy.demo.random_blocks import K_QUANTS, random_k_quants
 from glm5deploy.demo.tiny_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, TinyTokenizer, train
 from glm5deploy.errors import DeployError
-from glm5deploy.glm_dsa.hparams import ARCHITECTURE, Hparams, read_hparams
+from glm5deploy.glm_dsa.file_kind import ARCHITECTURE
+from glm5deploy.glm_dsa.hparams import Hparams, read_hparams
 from glm5deploy.glm_dsa.indexer_schedule import resolve_schedule
 from glm5deploy.glm_dsa.tensor_names import Placement, place, required_names
 
 if TYPE_CHECKING:
+    import gguf
     import numpy as np
     from numpy.typing import NDArray
 
@@ -118,10 +120,7 @@ def write_tiny_model(folder: Path, *, quant: str = QUANT) -> tuple[Path, ...]:
     return tuple(sorted(folder.glob(f"{NAME}-{quant}-*-of-*.gguf")))
 
 
-def _add_metadata(writer: object, tokenizer: TinyTokenizer) -> None:
-    import gguf
-
-    assert isinstance(writer, gguf.GGUFWriter)
+def _add_metadata(writer: gguf.GGUFWriter, tokenizer: TinyTokenizer) -> None:
     writer.add_type("model")
     writer.add_name("GLM Tiny Demo")
     writer.add_sampling_temp(1.0)

@@ -7,8 +7,6 @@ layers full). The eos list is written because without it generation never stops.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from glm5deploy.errors import FileFormatError
 from glm5deploy.glm_dsa.hparams import Hparams
 from glm5deploy.glm_dsa.indexer_schedule import IndexerSchedule
@@ -108,15 +106,17 @@ def build_generation_config(metadata: Metadata, vocab_size: int) -> Json:
         "eos_token_id": list[object](eos_token_ids(metadata, vocab_size)),
         "pad_token_id": pad_token_id(metadata, vocab_size),
     }
-    sampling: Json = {name: read_float32(metadata, key) for key, name in _SAMPLING if _is_set(metadata, key)}
-    if "general.sampling.top_k" in metadata:
+    sampling: Json = {name: read_float32(metadata, key) for key, name in _SAMPLING if _is_on(metadata, key)}
+    if _is_on(metadata, "general.sampling.top_k"):
         sampling["top_k"] = read_size(metadata, "general.sampling.top_k")
+    if metadata.get("general.sampling.temp") == 0:
+        return {"do_sample": False, "temperature": 0.0, **config}
     return {"do_sample": True, **sampling, **config} if sampling else config
 
 
-def _is_set(metadata: Mapping[str, object], key: str) -> bool:
-    """Present and not 0, which stands for "off" in all of these."""
-    return metadata.get(key) not in (None, 0)
+def _is_on(metadata: Metadata, key: str) -> bool:
+    """Present and not 0 or -1, which switch a sampler off."""
+    return metadata.get(key) not in (None, 0, -1)
 
 
 def _token_id(metadata: Metadata, key: str, vocab_size: int) -> int | None:

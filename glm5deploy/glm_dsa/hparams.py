@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from glm5deploy.errors import FileFormatError
+from glm5deploy.glm_dsa.file_kind import ARCHITECTURE, present_mtp_blocks, require_glm_dsa
 from glm5deploy.glm_dsa.metadata import (
     Metadata,
     describe,
     is_array,
-    missing,
     read_flag,
     read_float32,
     read_size,
-    read_string,
 )
 
-ARCHITECTURE = "glm-dsa"
 MOST_LAYERS = 4096
 _GATING: dict[int, Literal["softmax", "sigmoid"]] = {0: "sigmoid", 1: "softmax", 2: "sigmoid"}
 
@@ -85,14 +83,14 @@ def read_hparams(metadata: Metadata, tensor_names: Collection[str]) -> Hparams:
     The names tell MTP variants apart: a draft-only file lacks the hidden layers and is refused; a file whose MTP block
     was stripped keeps its key, so ``num_nextn`` becomes 0. Raises :class:`FileFormatError` naming the key at fault.
     """
-    _require_architecture(metadata)
+    require_glm_dsa(metadata)
     p = ARCHITECTURE + "."
     num_blocks = read_size(metadata, p + "block_count", most=MOST_LAYERS)
     num_nextn = read_size(metadata, p + "nextn_predict_layers", default=0, least=0, most=num_blocks)
     num_layers = num_blocks - num_nextn
     if num_layers < 1:
         raise FileFormatError(f"{p}block_count {num_blocks} leaves no hidden layer beside {num_nextn} MTP blocks")
-    num_nextn = _present_nextn(num_layers, num_nextn, tensor_names)
+    num_nextn = present_mtp_blocks(num_layers, num_nextn, tensor_names)
     rope_dim = read_size(metadata, p + "rope.dimension_count", most=65536)
     qk_head_dim = read_size(metadata, p + "attention.key_length_mla", most=65536)
     gating = read_size(metadata, p + "expert_gating_func", default=2, least=0)
@@ -130,41 +128,6 @@ def read_hparams(metadata: Metadata, tensor_names: Collection[str]) -> Hparams:
     )
     _require_consistent(hparams, metadata)
     return hparams
-
-
-def _require_architecture(metadata: Metadata) -> None:
-    architecture = read_string(metadata, "general.architecture")
-    if architecture is None:
-        if "split.no" in metadata:
-            raise FileFormatError(
-                "the metadata holds split keys only; the model's metadata are in the first shard",
-                hint="Name the shard that ends in -00001-of-0000N.gguf, or the folder with all shards.",
-            )
-        raise missing("general.architecture")
-    if architecture != ARCHITECTURE:
-        what = "GLM-5.3-Flash, another architecture" if architecture == "glm5-next" else "not a GLM-5 family model"
-        raise FileFormatError(
-            f"general.architecture is {describe(architecture)} ({what}); this program serves {ARCHITECTURE!r}",
-            hint="Choose a GGUF of GLM-5, GLM-5.1, GLM-5.2 or GLM-5.3.",
-        )
-    kind = read_string(metadata, "general.type")
-    if kind not in (None, "model"):
-        raise FileFormatError(f"general.type is {describe(kind)}, not 'model'", hint="Choose the model's own GGUF.")
-
-
-def _present_nextn(num_layers: int, num_nextn: int, tensor_names: Collection[str]) -> int:
-    if "blk.0.attn_norm.weight" not in tensor_names:
-        if num_nextn and f"blk.{num_layers}.attn_norm.weight" in tensor_names:
-            raise FileFormatError(
-                "this is a draft-only file: it holds the MTP block but none of the hidden layers",
-                hint="Take the full model; its MTP block is part of it.",
-            )
-        raise FileFormatError(
-            "tensor blk.0.attn_norm.weight is missing: the tensor table holds no first layer",
-            hint="Name the whole shard set, not one of its later shards.",
-        )
-    present = [f"blk.{num_layers + i}.nextn.eh_proj.weight" in tensor_names for i in range(num_nextn)]
-    return num_nextn if all(present) else 0
 
 
 def _vocab_size(metadata: Metadata, key: str) -> int:

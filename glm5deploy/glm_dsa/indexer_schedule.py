@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from glm5deploy.errors import DeployError, FileFormatError, UsageError
-from glm5deploy.glm_dsa.hparams import ARCHITECTURE, Hparams
+from glm5deploy.glm_dsa.file_kind import ARCHITECTURE
+from glm5deploy.glm_dsa.hparams import Hparams
 
 OPTION = "--indexer-schedule"
 KEY = f"{ARCHITECTURE}.attention.indexer.types"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from glm5deploy.errors import DeployError
+from glm5deploy.gguf_files.copy import merge
 from glm5deploy.glm_dsa.model_folder import POINTER, write_model_folder
 from tests.support.data import SET_A, tiny_glm5
 from tests.support.folders import folder_of, write_folder_of
@@ -128,10 +129,14 @@ def test_schedule_that_the_file_does_not_say_is_asked_for():
 
 
 def test_bytes_are_reproducible_and_the_merged_file_differs_in_the_pointer_only(tmp_path):
-    first, second = (folder_of(SET_A / A).files for _ in range(2))
-    assert first == second
-    whole = folder_of(tiny_glm5() / B_Q8).files
-    assert set(whole) == set(first)
+    shards = dict(folder_of(SET_A / A).files)
+    assert shards == folder_of(SET_A / A).files
+    source = next((SET_A / A).glob("*-00001-of-*"))
+    merge(source, tmp_path / "merged.gguf")
+    merged = dict(folder_of(tmp_path / "merged.gguf").files)
+    assert json.loads(merged.pop(POINTER))["files"] == [str(tmp_path / "merged.gguf")]
+    assert len(json.loads(shards.pop(POINTER))["files"]) == 4
+    assert merged == shards
 
 
 def test_unfinished_folder_is_recognisable(tmp_path, monkeypatch):

@@ -94,7 +94,9 @@ def test_generation_config_carries_the_recommended_sampling():
         "eos_token_id": [257],
         "pad_token_id": 257,
     }
-    assert "do_sample" not in build_generation_config(metadata(), 260)
+    assert "do_sample" not in build_generation_config(metadata() | {"general.sampling.top_k": 0}, 260)
+    greedy = build_generation_config(metadata() | {"general.sampling.temp": 0.0, "general.sampling.top_p": 0.9}, 260)
+    assert (greedy["do_sample"], greedy["temperature"]) == (False, 0.0)
 
 
 def template(text):
