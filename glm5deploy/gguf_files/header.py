@@ -106,7 +106,11 @@ def _read_preamble(reader: ByteReader) -> tuple[int, int, int]:
         (16, pair_count, "keys", _MOST_PAIRS, _SMALLEST_PAIR),
     ):
         if count > min(most, reader.size // smallest):
-            raise reader.error(at, f"{count} {what} cannot be in a file of {reader.size} bytes (limit {most})")
+            raise reader.error(
+                at,
+                f"{count} {what} cannot be there, the file ends at {reader.size} (and no file may have over {most})",
+                hint="the file is cut or damaged: fetch it again",
+            )
     return version, tensor_count, pair_count
 
 

@@ -42,11 +42,12 @@ class Layout:
 
         Raises :class:`FileFormatError` if none does, or if tensors overlap or reach past the file's end.
         """
-        if not self.tensors or len({padded(self.infos_end, a) for a in alignments}) == 1:
-            self._check(alignments[0])
-            return alignments[0]
+        possible = [a for a in alignments if all(t.offset % a == 0 for t in self.tensors)] or list(alignments)
+        if not self.tensors or len({padded(self.infos_end, a) for a in possible}) == 1:
+            self._check(possible[0])
+            return possible[0]
         end = max(t.offset + t.nbytes for t in self.tensors)
-        for alignment in alignments:
+        for alignment in possible:
             start = padded(self.infos_end, alignment)
             if self.size in (start + end, start + padded(end, alignment)):
                 self._check(alignment)

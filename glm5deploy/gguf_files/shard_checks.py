@@ -30,20 +30,19 @@ def check_set(headers: Sequence[Header], *, check_mix: bool) -> None:
             )
     if len(headers) == 1 and not headers[0].metadata.integer(COUNT_KEY, 0):
         return
-    total = sum(len(header.tensors) for header in headers)
     for index, header in enumerate(headers):
-        _check_numbers(header, index, len(headers), total)
+        _check_numbers(header, index, len(headers))
     _check_names(headers)
+    _check_total(headers)
     _check_keys(headers)
     if check_mix:
         _check_types(headers)
 
 
-def _check_numbers(header: Header, index: int, count: int, total: int) -> None:
+def _check_numbers(header: Header, index: int, count: int) -> None:
     number = header.metadata.integer(NO_KEY)
     of = header.metadata.integer(COUNT_KEY)
-    tensors = header.metadata.integer(TENSORS_KEY)
-    if of is None or number is None or tensors is None:
+    if of is None or number is None or TENSORS_KEY not in header.metadata:
         missing = next(key for key in SPLIT_KEYS if key not in header.metadata)
         raise FileFormatError(
             f"{header.name}: is named as shard {index + 1} of {count}, but has no {missing} key", hint=_FETCH_AGAIN
@@ -59,10 +58,17 @@ def _check_numbers(header: Header, index: int, count: int, total: int) -> None:
             "shards are swapped or copied over each other",
             hint=_FETCH_AGAIN,
         )
-    if tensors != total:
-        raise FileFormatError(
-            f"{header.name}: {TENSORS_KEY} is {tensors}, but the {count} shards hold {total} tensors", hint=_FETCH_AGAIN
-        )
+
+
+def _check_total(headers: Sequence[Header]) -> None:
+    total = sum(len(header.tensors) for header in headers)
+    for header in headers:
+        said = header.metadata.integer(TENSORS_KEY)
+        if said != total:
+            raise FileFormatError(
+                f"{header.name}: {TENSORS_KEY} is {said}, but the {len(headers)} shards hold {total} tensors",
+                hint=_FETCH_AGAIN,
+            )
 
 
 def _check_names(headers: Sequence[Header]) -> None:
@@ -96,13 +102,15 @@ def _check_types(headers: Sequence[Header]) -> None:
 
     Quantised sets mix types by layer, so one odd tensor means nothing. But for most kinds of tensor a shard shares its
     type with a layer in some other shard; a shard where most kinds have a type that no other shard gives them does not
-    belong. The highest block (the MTP block, often left at Q8_0), vectors and F32 say nothing and are left out.
+    belong. The MTP block (the last one, often left at Q8_0), vectors and F32 say nothing and are left out.
     """
     where: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    highest = max((_block(t) for header in headers for t in header.tensors), default=-1)
+    blocks = {_block(t) for header in headers for t in header.tensors} - {-1}
+    if any(key.endswith(".nextn_predict_layers") for key in headers[0].metadata):
+        blocks -= {max(blocks, default=-1)}
     for index, header in enumerate(headers):
         for tensor in header.tensors:
-            if 0 <= _block(tensor) < highest and len(tensor.shape) > 1 and tensor.type.name != "F32":
+            if _block(tensor) in blocks and len(tensor.shape) > 1 and tensor.type.name != "F32":
                 where[_BLOCK.sub("", tensor.name)][tensor.type.name].add(index)
     for index, header in enumerate(headers):
         compared, foreign = 0, []

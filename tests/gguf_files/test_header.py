@@ -249,10 +249,10 @@ def test_the_vocabulary_of_the_real_model_reads_fast(tmp_path: Path) -> None:
     merges = [f"ab{i} cd{i}" for i in range(321_649)]
     model = Model((("tokens", (ARRAY, (STRING, tokens))), ("merges", (ARRAY, (STRING, merges)))), TWO)
     path = write(tmp_path, encode(model.pairs, model.tensors, 32))
-    begin = time.perf_counter()
+    begin = time.process_time()
     header = read_header(path)
     assert header.metadata["tokens"] == tuple(tokens)
-    assert time.perf_counter() - begin < 2, "half a second on an idle core"
+    assert time.process_time() - begin < 2, "CPU seconds; half a second is usual"
     assert header.metadata["merges"] == tuple(merges)
 
 
