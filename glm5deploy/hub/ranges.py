@@ -15,6 +15,7 @@ from glm5deploy.errors import HubError
 from glm5deploy.hub.choice import RemoteFile
 from glm5deploy.hub.client import Hub, Location, same_origin, without_query
 from glm5deploy.hub.faults import Policy, TransferFault, retry_after
+from glm5deploy.hub.plan import FetchPlan
 from glm5deploy.hub.source import Body
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
@@ -101,24 +102,31 @@ class RemoteReader:
     """Random access to one remote file by byte ranges, for reading a header without downloading the shard."""
 
     def __init__(self, source: HttpsSource, file: RemoteFile, *, retries: int = 3) -> None:
-        self._source, self._file, self._retries = source, file, retries
+        self._source, self.file, self._retries = source, file, retries
 
     def read_at(self, offset: int, length: int) -> bytes:
         """The bytes from ``offset``, fewer than ``length`` only at the end of the file.
 
         :raises HubError: the range could not be had in several attempts.
         """
-        length = max(0, min(length, self._file.size - offset))
+        length = max(0, min(length, self.file.size - offset))
         if length == 0:
             return b""
         for attempt in range(self._retries + 1):
             try:
-                return self._source.read(self._file, offset, length)
+                return self._source.read(self.file, offset, length)
             except TransferFault as fault:
-                self._source.renew(self._file)
+                self._source.renew(self.file)
                 if attempt == self._retries:
-                    raise HubError(f"{self._file.path}: {fault.reason}", hint="try again later") from fault
+                    raise HubError(f"{self.file.path}: {fault.reason}", hint="try again later") from fault
         raise AssertionError("unreachable")
+
+
+@contextmanager
+def remote_readers(hub: Hub, plan: FetchPlan) -> Iterator[list[RemoteReader]]:
+    """A reader for each shard of a plan, in shard order; their ``read_at`` is what ``parse_header`` takes."""
+    with HttpsSource(hub, plan.repo, plan.commit, Policy(parallel=1)) as source:
+        yield [RemoteReader(source, file) for file in plan.files]
 
 
 def _refuse(response: httpx.Response, offset: int) -> None:

@@ -19,7 +19,9 @@ from tests.support.shard_sets import write_set
 REPO = "owner/model-GGUF"
 QUANT = "UD-Q4_K_XL"
 SIZES = [300_000, 1_500_000, 700_001]
-QUICK = Policy(parallel=2, stall_rate=50_000, stall_seconds=0.4, retries=4, backoff=0.01, transport="https")
+QUICK = Policy(parallel=2, stall_rate=50_000, stall_seconds=3.0, retries=4, backoff=0.01, transport="https")
+STALLS = 0.5
+"""``stall_seconds`` for tests that stall on purpose; a busy machine must not look like one in the others."""
 
 
 @dataclass

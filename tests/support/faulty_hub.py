@@ -158,7 +158,7 @@ class FaultyHandler(HubHandler):
         with blob.source.open("rb") as file:
             file.seek(start)
             while start + sent < end:
-                data = bytearray(file.read(min(_SLICE, end - start - sent, *self._stops(fault, sent))))
+                data = bytearray(file.read(min(end - start - sent, *self._stops(fault, sent))))
                 if fault.flip_at is not None and 0 <= fault.flip_at - start - sent < len(data):
                     data[fault.flip_at - start - sent] ^= 0x55
                 self.wfile.write(data)
@@ -169,8 +169,11 @@ class FaultyHandler(HubHandler):
                     return
 
     def _stops(self, fault: Fault, sent: int) -> list[int]:
+        """How much may be sent before something happens; a trickle is many small pieces, not a few late large ones."""
+        trickles = fault.slow_after is not None and sent >= fault.slow_after
         limits = (fault.cut_after, fault.stall_after, fault.slow_after)
-        return [limit - sent for limit in limits if limit is not None and limit > sent]
+        step = max(1, fault.bytes_per_second // 20) if trickles else _SLICE
+        return [step, *(limit - sent for limit in limits if limit is not None and limit > sent)]
 
     def _misbehave(self, fault: Fault, sent: int, count: int) -> None:
         if fault.cut_after is not None and sent >= fault.cut_after:

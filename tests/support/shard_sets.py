@@ -11,8 +11,8 @@ _I8 = 24
 _ALIGNMENT = 32
 
 
-def gguf_bytes(payload: bytes, *, number: int = 0, count: int = 1, tensors: int = 1, name: str = "blk.0.data") -> bytes:
-    """One shard: ``split.*`` keys (left out for a set of one) and one I8 tensor that holds ``payload``."""
+def gguf_head(size: int, *, number: int = 0, count: int = 1, tensors: int = 1, name: str = "blk.0.data") -> bytes:
+    """A header with ``split.*`` keys (left out for a set of one) and one I8 tensor of ``size`` bytes that follow it."""
     pairs = [_pair("general.architecture", _STRING, _text("glm-dsa"))] if number == 0 else []
     if count > 1:
         pairs += [
@@ -21,9 +21,8 @@ def gguf_bytes(payload: bytes, *, number: int = 0, count: int = 1, tensors: int 
             _pair("split.tensors.count", _INT32, struct.pack("<i", tensors)),
         ]
     head = b"GGUF" + struct.pack("<IQQ", 3, 1, len(pairs)) + b"".join(pairs)
-    head += _text(name) + struct.pack("<IQIQ", 1, len(payload), _I8, 0)
-    head += bytes(-len(head) % _ALIGNMENT)
-    return head + payload + bytes(-len(payload) % _ALIGNMENT)
+    head += _text(name) + struct.pack("<IQIQ", 1, size, _I8, 0)
+    return head + bytes(-len(head) % _ALIGNMENT)
 
 
 def write_set(folder: Path, stem: str, sizes: list[int], *, seed: int = 0) -> list[Path]:
@@ -34,8 +33,8 @@ def write_set(folder: Path, stem: str, sizes: list[int], *, seed: int = 0) -> li
         suffix = f"-{index + 1:05d}-of-{len(sizes):05d}" if len(sizes) > 1 else ""
         path = folder / f"{stem}{suffix}.gguf"
         payload = random.Random(f"{seed} {stem} {index}").randbytes(size)
-        name = f"blk.{index}.data"
-        path.write_bytes(gguf_bytes(payload, number=index, count=len(sizes), tensors=len(sizes), name=name))
+        head = gguf_head(size, number=index, count=len(sizes), tensors=len(sizes), name=f"blk.{index}.data")
+        path.write_bytes(head + payload + bytes(-size % _ALIGNMENT))
         paths.append(path)
     return paths
 
