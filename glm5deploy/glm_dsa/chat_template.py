@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 KEY = "tokenizer.chat_template"
-LARGEST_TEMPLATE = 1 << 20  # characters; GLM's have about 5,000
+LARGEST_TEMPLATE = 1 << 17  # characters; GLM's have about 5,000, and compiling takes time
 
 
 def read_chat_template(metadata: Metadata) -> str | None:
@@ -40,7 +40,8 @@ def compile_template(template: str) -> None:
             f"{KEY} does not compile, line {error.lineno}: {error.message}",
             hint="Serve with a template of your own (vllm serve --chat-template FILE), or take another file.",
         ) from error
-    except RecursionError as error:
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        # Python's own limits, met by the code that Jinja makes of the template.
         raise FileFormatError(f"{KEY} nests too deeply to compile") from error
 
 

@@ -110,9 +110,11 @@ def template(text):
         ("line\n{{ x", "does not compile, line 2"),
         ("{% frobnicate %}", "frobnicate"),
         ("x" * (LARGEST_TEMPLATE + 1), "more than the"),
-        ("{{" + "(" * 20000 + ")" * 20000 + "}}", "compile"),
+        ("{{" + "(" * 20000 + ")" * 20000 + "}}", "nests too deeply"),
+        ("{% for a in b %}" * 60 + "{% endfor %}" * 60, "nests too deeply"),
+        ("{% if a %}" * 150 + "{% endif %}" * 150, "nests too deeply"),
     ],
-    ids=["open block", "open tag", "unknown tag", "huge", "deep"],
+    ids=["open block", "open tag", "unknown tag", "huge", "parentheses", "loops", "conditions"],
 )
 def test_templates_that_cannot_run_are_refused(text, words):
     with pytest.raises(FileFormatError, match=words):
