@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.model_executor.models.deepseek_v2 import GateLinear, GlmMoeDsaForCausalLM
 
-from glm5deploy.vllm_plugin import compat, cpu
+from glm5deploy.vllm_plugin import compat
 from glm5deploy.vllm_plugin.indexer import Glm5Indexer
 
 
@@ -22,7 +22,5 @@ class Glm5ForCausalLM(GlmMoeDsaForCausalLM):
     """GLM-5, 5.1, 5.2 and 5.3 with the selection and the attention of this package."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        if cpu.is_cpu():
-            cpu.install()  # a worker process has not run the configuration hook
         with compat.portable_model_parts(Indexer=Glm5Indexer, GateLinear=Fp32GateLinear):
             super().__init__(vllm_config=vllm_config, prefix=prefix)

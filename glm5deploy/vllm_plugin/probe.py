@@ -1,4 +1,4 @@
-"""Does this environment's vLLM take our plugin? ``python -m glm5deploy.vllm_plugin.probe [--json] [--numerics] [--tune]``.
+"""Does this vLLM take our plugin? ``python -m glm5deploy.vllm_plugin.probe [--json] [--numerics] [--tune]``.
 
 Prints one report: ``ok``, ``problems`` (``symbol``, ``message``, ``hint``), ``versions``, ``device``, ``checks``. Exits
 with 1 when anything is wrong. Every step runs that can, so that one report names every problem.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from glm5deploy.vllm_plugin import ARCHITECTURE, BACKEND, LOAD_FORMAT, QUANTIZATION, compat
+from glm5deploy.vllm_plugin import ARCHITECTURE, BACKEND, LOAD_FORMAT, QUANTIZATION, compat, cpu
 
 logger = logging.getLogger("vllm.glm5deploy")
 
@@ -29,15 +29,22 @@ def attention_backend() -> Any:
     """The member of vLLM's backend enumeration that stands for ours, made when it is missing.
 
     A member made at run time cannot be unpickled by a process that has not made it yet, and vLLM unpickles its
-    configuration before it loads plugins: so the member pickles as a call of this function.
+    configuration before it loads plugins: so the member pickles as a call of `_received_backend`.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     member = AttentionBackendEnum.__members__.get(BACKEND)
     if member is None:
         member = AttentionBackendEnum.register(BACKEND, BACKEND_PATH)
-        member.__reduce_ex__ = lambda protocol: (attention_backend, ())
+        member.__reduce_ex__ = lambda protocol: (_received_backend, ())
     return member
+
+
+def _received_backend() -> Any:
+    """The member, in a process that was handed a configuration which names it: what the platform needs comes along."""
+    if cpu.is_cpu():
+        cpu.install()
+    return attention_backend()
 
 
 def _register_loader() -> None:

@@ -1,0 +1,73 @@
+"""The one place for tolerances, and the comparisons that use them.
+
+Log-probabilities are compared by the median over the expected top 20 of a prompt's positions: means and maxima hang on
+single flips of an expert or of a selected token, which honest rounding causes too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import mean, median
+
+import torch
+
+from tests.support.goldens import Reference
+
+# Median |difference| of log-probabilities of a prompt, by the served type: up to 130 tokens, and from 300 on.
+LOGPROB_MEDIAN = {"float32": (0.03, 0.03), "bfloat16": (0.15, 0.20)}
+LONG_PROMPT = 300
+# Selected positions that are not the reference's, of 64, averaged over layers and positions.
+SELECTED_MEAN = 2.0
+# A greedy step is comparable while the expected choice leads by this much.
+GREEDY_MARGIN = 0.5
+# Relative root mean square error of tensors, by type.
+TENSOR_RMS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
+
+
+def logprob_differences(expected: Sequence[tuple[int, float]], served: Mapping[int, float]) -> list[float]:
+    """|difference| per expected token; one that the server does not list is taken to be as likely as its 20th."""
+    twentieth = sorted(served.values(), reverse=True)[:20][-1]
+    return [abs(value - served.get(token, twentieth)) for token, value in expected]
+
+
+def logprob_median(reference: Reference, served: Mapping[int, Mapping[int, float]]) -> float:
+    """Median over all expected tokens of all compared positions; a position the server left out is an error."""
+    return median(d for position, top in reference.top.items() for d in logprob_differences(top, served[position]))
+
+
+def logprob_limit(dtype: str, prompt_length: int) -> float:
+    short, long = LOGPROB_MEDIAN[dtype]
+    return long if prompt_length >= LONG_PROMPT else short
+
+
+def selected_difference(reference: Reference, served: Mapping[tuple[int, int], frozenset[int]]) -> float:
+    """Average over (layer, position) of how many selected positions the reference did not select."""
+    assert reference.selected, "the reference compares no selections"
+    for key, expected in reference.selected.items():
+        assert len(served[key]) == len(expected), f"{key}: {len(served[key])} positions, expected {len(expected)}"
+    return mean(len(served[key] - expected) for key, expected in reference.selected.items())
+
+
+def comparable_steps(reference: Reference) -> int:
+    """Greedy steps before the first that rounding may decide otherwise."""
+    return next((i for i, m in enumerate(reference.margins) if m < GREEDY_MARGIN), len(reference.margins))
+
+
+def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square error over that of ``expected``; NaN and infinities must stand in the same places."""
+    assert actual.shape == expected.shape, f"{tuple(actual.shape)} is not {tuple(expected.shape)}"
+    a, e = actual.double(), expected.double()
+    assert torch.equal(a.isnan(), e.isnan()), "NaN in other places"
+    infinite = a.isinf() | e.isinf()
+    assert torch.equal(a[infinite], e[infinite]), "infinities in other places or of another sign"
+    keep = ~(infinite | e.isnan())
+    norm = e[keep].pow(2).mean().sqrt() if keep.any() else torch.tensor(0.0)
+    error = (a[keep] - e[keep]).pow(2).mean().sqrt() if keep.any() else torch.tensor(0.0)
+    return float(error / norm) if norm > 0 else float(error)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, limit: float | None = None) -> None:
+    """``limit``: by ``actual``'s type when absent."""
+    allowed = TENSOR_RMS[actual.dtype] if limit is None else limit
+    error = relative_rms(actual, expected)
+    assert error <= allowed, f"relative RMS error {error:.2e}, allowed {allowed:.0e}"

@@ -1,0 +1,135 @@
+"""A real vLLM server over a model folder, with what the comparisons ask it for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from glm5deploy.server.command import vllm_launcher
+from tests.support.serving import free_port
+
+START_SECONDS = 300.0
+NAME = "tiny"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``top``: position -> {id: logprob} of the token after it; ``ids`` the continuation, ``logprobs`` its tokens'."""
+
+    top: dict[int, dict[int, float]]
+    ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class Engine:
+    url: str
+    log: Path
+    trace: Path
+    status: Path
+
+    def complete(self, ids: Sequence[int], *, tokens: int = 24, prompt_logprobs: bool = True) -> Answer:
+        """Greedy continuation of ``ids`` with log-probabilities, and with those of the whole prompt if asked for."""
+        request: dict[str, Any] = {
+            "model": NAME,
+            "prompt": list(ids),
+            "max_tokens": tokens,
+            "temperature": 0,
+            "logprobs": 20,
+            "return_tokens_as_token_ids": True,
+            **({"prompt_logprobs": 20} if prompt_logprobs else {}),
+        }
+        response = httpx.post(f"{self.url}/v1/completions", json=request, timeout=300)
+        assert response.status_code == 200, f"{response.status_code}: {response.text}\n{self.tail()}"
+        choice = response.json()["choices"][0]
+        steps = [{_id(token): value for token, value in step.items()} for step in choice["logprobs"]["top_logprobs"]]
+        top = {len(ids) - 1 + i: step for i, step in enumerate(steps)}
+        for position, entry in enumerate((choice.get("prompt_logprobs") or [])[1:]):
+            top[position] = {int(token): value["logprob"] for token, value in entry.items()}
+        return Answer(top, [_id(t) for t in choice["logprobs"]["tokens"]], choice["logprobs"]["token_logprobs"])
+
+    def clear_trace(self) -> None:
+        for file in self.trace.glob("*.npz"):
+            file.unlink()
+
+    def selections(self, rank: int = 0) -> dict[tuple[int, int], frozenset[int]]:
+        """(layer, position) -> selected positions, of the one request that ran since the trace was cleared."""
+        found: dict[tuple[int, int], frozenset[int]] = {}
+        for file in sorted(self.trace.glob(f"rank{rank}-*.npz")):
+            with np.load(file, allow_pickle=False) as record:
+                layer = int(record["layer"])
+                for position, row in zip(record["position"].tolist(), record["selected"], strict=True):
+                    found[layer, position] = frozenset(row[row >= 0].tolist())
+        return found
+
+    def tail(self, lines: int = 60) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@contextmanager
+def engine(
+    model_folder: Path, work: Path, *, tp: int = 1, dtype: str = "float32", flags: Sequence[str] = ()
+) -> Iterator[Engine]:
+    """Start vLLM's own server as a user would, and stop its whole process group at the end."""
+    port = free_port()
+    served = Engine(f"http://127.0.0.1:{port}", work / "serve.log", work / "trace", work / "status")
+    served.trace.mkdir(parents=True)
+    served.status.mkdir()
+    command = [*vllm_launcher(), str(model_folder), "--load-format", "glm5_gguf", "--dtype", dtype]
+    command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048"]
+    command += ["--tensor-parallel-size", str(tp), *flags]
+    environment = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "GLM5DEPLOY_TRACE_DIR": str(served.trace),
+        "GLM5DEPLOY_STATUS_DIR": str(served.status),
+    }
+    if tp > 1:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, sorted(os.sched_getaffinity(0))[:tp]))
+    with served.log.open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            _wait_until_healthy(served, process)
+            yield served
+        finally:
+            _stop(process)
+
+
+def _wait_until_healthy(served: Engine, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"vLLM stopped with {process.returncode}\n{served.tail()}"
+        try:
+            if httpx.get(f"{served.url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    raise AssertionError(f"vLLM was not ready within {START_SECONDS:.0f} s\n{served.tail()}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, signal_number)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _id(token: str) -> int:
+    return int(token.removeprefix("token_id:"))
