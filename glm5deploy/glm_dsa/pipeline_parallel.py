@@ -61,3 +61,20 @@ def partition_variable(pattern: str, pp: int) -> str | None:
     """What :data:`VARIABLE` must hold for ``pp`` stages; None where vLLM divides rightly by itself."""
     sizes = stage_layers(pattern, pp)
     return None if sizes == vllm_division(len(pattern), pp) else ",".join(map(str, sizes))
+
+
+def check_partition(value: str | None, pattern: str, pp: int) -> None:
+    """Raise UsageError when a user's :data:`VARIABLE` would begin a stage with a layer that shares a selection."""
+    if value is None or pp == 1 or not pattern:
+        return
+    counts = [int(word) if word.strip().isdigit() else -1 for word in value.split(",")]
+    hint = f"unset it: {partition_variable(pattern, pp) or 'vLLM divides rightly by itself'}"
+    if len(counts) != pp or min(counts) < 1 or sum(counts) != len(pattern):
+        raise UsageError(f"{VARIABLE}={value}: expected {pp} numbers that add up to {len(pattern)} layers", hint=hint)
+    wrong = wrong_stages(pattern, tuple(counts))
+    if wrong:
+        raise UsageError(
+            f"{VARIABLE}={value}: stage {wrong[0]} would begin with a layer that shares an earlier selection, "
+            "which is in another process; its answers would be wrong",
+            hint=hint,
+        )

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from glm5deploy.errors import UsageError
+from glm5deploy.glm_dsa.pipeline_parallel import VARIABLE as PARTITION
+from glm5deploy.glm_dsa.pipeline_parallel import check_partition, partition_variable
 from glm5deploy.server.model_facts import ModelFacts
 from glm5deploy.server.settings import ServeSettings, flag_name
 
@@ -89,7 +91,8 @@ def build_command(
             continue
         words += flag.words
         reasons[name] = flag.reason
-    variables = _variables(settings)
+    variables = _variables(settings, model)
+    check_partition((environment or {}).get(PARTITION), model.index_topk_pattern, settings.pp)
     present = variables.keys() & (environment or {}).keys()
     reasons.update({name: _KEPT if name in present else reason for name, (_, reason) in variables.items()})
     prefix = tuple(vllm_launcher() if launcher is None else launcher)
@@ -187,13 +190,17 @@ def graph_sizes(max_seqs: int, mtp: int) -> list[int]:
     return [count * (1 + mtp) for count in sorted(counts) if count <= max_seqs]
 
 
-def _variables(settings: ServeSettings) -> dict[str, tuple[str, str]]:
+def _variables(settings: ServeSettings, model: ModelFacts) -> dict[str, tuple[str, str]]:
     timeout = str(max(1, round(settings.ready_timeout)))
     variables = {
         "VLLM_ENGINE_READY_TIMEOUT_S": (timeout, "vLLM gives up loading after this many seconds"),
         "HF_HUB_OFFLINE": ("1", "everything is in the model folder; nothing is looked up on the network"),
         "VLLM_NO_USAGE_STATS": ("1", "nothing is reported to anyone"),
     }
+    if settings.pp > 1 and model.index_topk_pattern:
+        partition = partition_variable(model.index_topk_pattern, settings.pp)
+        if partition is not None:
+            variables[PARTITION] = (partition, "a stage must begin with a layer that has its own indexer")
     if settings.cache_dir is not None:
         for name, folder in (("VLLM_CACHE_ROOT", "vllm"), ("TRITON_CACHE_DIR", "triton")):
             variables[name] = (str(settings.cache_dir / folder), "compiled code is kept for the next start")

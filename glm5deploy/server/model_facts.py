@@ -28,6 +28,8 @@ class ModelFacts:
     special_tokens: frozenset[str]
     weight_files: tuple[tuple[Path, int], ...]
     has_chat_template: bool = True
+    index_topk_pattern: str = ""
+    """F or S a layer; empty where the folder names none and every layer has its own indexer."""
 
     @property
     def weight_bytes(self) -> int:
@@ -62,6 +64,7 @@ def read_model_facts(folder: Path) -> ModelFacts:
         special_tokens=_special_tokens(folder / "tokenizer.json"),
         weight_files=_weight_files(folder / "glm5_gguf.json"),
         has_chat_template=(folder / "chat_template.jinja").is_file(),
+        index_topk_pattern=_pattern(config, folder),
     )
     for path, size in facts.weight_files:
         check_weight_file(path, size)
@@ -102,6 +105,16 @@ def _positive(config: dict[str, Any], key: str, folder: Path) -> int:
             hint="glm5deploy patch --force",
         )
     return value
+
+
+def _pattern(config: dict[str, Any], folder: Path) -> str:
+    pattern = config.get("index_topk_pattern", "")
+    if not isinstance(pattern, str) or set(pattern) - {"F", "S"}:
+        raise FileFormatError(
+            f"{folder / 'config.json'}: index_topk_pattern is {pattern!r:.100}, expected the letters F and S",
+            hint="glm5deploy patch --force",
+        )
+    return pattern
 
 
 def _special_tokens(path: Path) -> frozenset[str]:

@@ -95,4 +95,5 @@ def model_facts(found: FoundModel, model: ModelTable) -> ModelFacts:
         special_tokens=frozenset(token for _, token in vocabulary.of_type(*_NOT_NORMAL)),
         weight_files=tuple((Path(header.name), header.file_size) for header in found.shards.headers),
         has_chat_template="tokenizer.chat_template" in metadata,
+        index_topk_pattern=model.schedule.pattern,
     )

@@ -80,6 +80,8 @@ def test_stages_begin_with_an_indexer(tmp_path: Path, shards: list[Path]) -> Non
     plan = planned(tmp_path, str(shards[0]), "--gpus", "16x A100 40 GB", "--tp", "8", "--pp", "2")
     assert [stage["layers"] for stage in plan["per_gpu"]] == [38, 40]
     assert "--pipeline-parallel-size 2" in plan["commands"]["vllm"]
+    assert plan["commands"]["vllm"].startswith("VLLM_ENGINE_READY_TIMEOUT_S=600 ")
+    assert " VLLM_PP_LAYER_PARTITION=38,40 " in plan["commands"]["vllm"]
 
 
 def test_context_mtp_and_cache_type_count(tmp_path: Path, shards: list[Path]) -> None:
