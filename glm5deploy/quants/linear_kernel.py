@@ -1,0 +1,102 @@
+"""One weight times a batch: y[M, N] = x[M, K] W[N, K]^T, the weight read once a tile of BM tokens.
+
+The product is taken as W x^T, so that weights, unpacked in registers, are the tensor cores' left operand and the few
+tokens their right one. Programs may split K between them; the last one to arrive at a tile adds the parts in order, so
+the sum does not depend on timing. Letters: M tokens, N outputs, K inputs; BN, BM the tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from glm5deploy.quants.unpack import load_super, weight_pair
+
+
+@triton.jit
+def load_x(rows, sb, I: tl.constexpr, m_ok, K, EVEN: tl.constexpr, PTX: tl.constexpr):
+    """x^T tile [32, BM] of weights 32 I... of a super-block; rows: pointers [BM] to the tokens' inputs."""
+    k = sb * 256 + 32 * I + tl.arange(0, 32)
+    ok = m_ok[None, :] if EVEN else m_ok[None, :] & (k[:, None] < K)
+    x = tl.load(rows[None, :] + k[:, None], mask=ok, other=0.0)
+    return x if PTX else x.to(tl.float32)
+
+
+@triton.jit
+def dot_super(
+    acc, rows, m_ok, K, low, high, words, halves, sb, n, N, FMT: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr
+):
+    """acc[BN, BM] += W[n, super-block sb] x^T."""
+    state = load_super(low, high, words, halves, sb, n, N, FMT)
+    for P in tl.static_range(4):
+        x0 = load_x(rows, sb, 2 * P, m_ok, K, EVEN, PTX)
+        x1 = load_x(rows, sb, 2 * P + 1, m_ok, K, EVEN, PTX)
+        a, b = weight_pair(state, low, halves, sb, n, N, P, FMT, PTX)
+        acc = tl.dot(a, x0, acc, input_precision="ieee")
+        acc = tl.dot(b, x1, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def arrive(ticket, ARRIVALS):
+    """Publish this program's stores and count it at a ticket; true for the last of ARRIVALS, which resets it."""
+    tl.debug_barrier()  # all threads' stores come before this program's ticket
+    last = tl.atomic_add(ticket, 1, sem="acq_rel") == ARRIVALS - 1
+    tl.debug_barrier()
+    if last:
+        tl.store(ticket, 0)
+    return last
+
+
+@triton.jit
+def add_parts(at, stride, ok, PARTS: tl.constexpr):
+    """Sum of the parts stored at ``at`` + part * stride, in order."""
+    total = tl.load(at, mask=ok, other=0.0, cache_modifier=".cg")
+    for p in tl.static_range(1, PARTS):
+        total += tl.load(at + p * stride, mask=ok, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_kernel(
+    x, low, high, words, halves, y, parts, tickets, M, N, K, x_stride, y_stride, SUPERS,
+    FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Grid (M tiles, N tiles, PARTS). parts fp32 [PARTS, M, N]; tickets int32 [tiles], zero between launches."""
+    i_m, i_n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    m = (i_m * BM + tl.arange(0, BM)).to(tl.int64)
+    n = i_n * BN + tl.arange(0, BN)
+    n_in = tl.minimum(n, N - 1)
+    m_ok = m < M
+    acc = tl.zeros([BN, BM], tl.float32)
+    for sb in range(part * SUPERS // PARTS, (part + 1) * SUPERS // PARTS):
+        acc = dot_super(acc, x + m * x_stride, m_ok, K, low, high, words, halves, sb, n_in, N, FMT, EVEN, PTX)
+    ok = m_ok[None, :] & (n[:, None] < N)
+    at = y + m[None, :] * y_stride + n[:, None]
+    if PARTS == 1:
+        tl.store(at, acc.to(y.dtype.element_ty), mask=ok)
+    else:
+        stride = M.to(tl.int64) * N
+        p_part = parts + m[None, :] * N + n[:, None]
+        tl.store(p_part + part * stride, acc, mask=ok, cache_modifier=".cg")
+        if arrive(tickets + i_n * tl.num_programs(0) + i_m, PARTS):
+            tl.store(at, add_parts(p_part, stride, ok, PARTS).to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def dense_kernel(
+    low, high, words, halves, out, N, n0, n1, K,
+    FMT: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Rows n0 to n1 of a weight in bf16, as products see it: out [n1 - n0, K]. Grid (super-blocks, rows / BN)."""
+    sb, i_n = tl.program_id(0), tl.program_id(1)
+    n = n0 + i_n * BN + tl.arange(0, BN)
+    n_in = tl.minimum(n, N - 1)
+    state = load_super(low, high, words, halves, sb, n_in, N, FMT)
+    for P in tl.static_range(4):
+        a, b = weight_pair(state, low, halves, sb, n_in, N, P, FMT, PTX)
+        k = sb * 256 + 64 * P + tl.arange(0, 32)
+        at = out + (n[:, None] - n0).to(tl.int64) * K + k[None, :]
+        ok = n[:, None] < n1
+        tl.store(at, a.to(out.dtype.element_ty), mask=ok if EVEN else ok & (k[None, :] < K))
+        tl.store(at + 32, b.to(out.dtype.element_ty), mask=ok if EVEN else ok & (k[None, :] + 32 < K))

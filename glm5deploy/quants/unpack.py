@@ -1,0 +1,379 @@
+"""From planes to bf16 tiles in registers: the device code that all products share.
+
+A super-block is multiplied as eight tiles [BN, 32]; ``code_pair`` returns tiles 2p and 2p + 1 as exact integers, and
+``scaled`` turns a tile into weights. On a GPU both are a few instructions on two weights at a time: a code is put into
+a bf16's mantissa (0x4300 | q is 128 + q), 128 and the middle of the code's range are taken off, exact in bf16, and one
+fused multiply-add applies scale and minimum. Scale and the rest of the minimum are computed in fp32 and rounded to bf16
+once. Where the activations are no bf16 (interpreter, tests) the same formulae run in fp32 without assembly.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from glm5deploy.quants.formats import Scales
+
+DENSE = tl.constexpr(int(Scales.DENSE))
+BLOCK = tl.constexpr(int(Scales.BLOCK))
+BLOCK_MIN = tl.constexpr(int(Scales.BLOCK_MIN))
+K4 = tl.constexpr(int(Scales.K4))
+K6 = tl.constexpr(int(Scales.K6))
+K3 = tl.constexpr(int(Scales.K3))
+K2 = tl.constexpr(int(Scales.K2))
+X4 = tl.constexpr(int(Scales.X4))
+E8 = tl.constexpr(int(Scales.E8))
+NIBBLE = tl.constexpr(int(Scales.NIBBLE))
+NIBBLE16 = tl.constexpr(int(Scales.NIBBLE16))
+SIGNS = tl.constexpr(-0x7F7F7F80)  # 0x80808080
+
+
+@triton.constexpr_function
+def _bf16_pair(number: int) -> str:
+    """Two copies of an integer below 256 in magnitude as a bf16x2 literal."""
+    if number == 0:
+        return "0x00000000"
+    exponent = abs(number).bit_length() - 1
+    bits = ((number < 0) << 15) | ((127 + exponent) << 7) | ((abs(number) << (7 - exponent)) & 0x7F)
+    assert exponent <= 7, number
+    return f"0x{bits:04X}{bits:04X}"
+
+
+@triton.constexpr_function
+def _shift(target: str, source: str, left: int) -> str:
+    return f"shl.b32 {target}, {source}, {left};" if left >= 0 else f"shr.u32 {target}, {source}, {-left};"
+
+
+@triton.constexpr_function
+def _insert(target: str, source: str, mask: int) -> str:
+    """target = (source & mask in both halves) | target."""
+    return f"lop3.b32 {target}, {source}, 0x{mask:04X}{mask:04X}, {target}, 0xEA;"
+
+
+@triton.constexpr_function
+def _integers(out: str, source: str) -> list[str]:
+    """Signed bytes in the low half of each 16 bits to bf16: (128 + low seven bits) - (128 or, if negative, 256)."""
+    return [
+        f"lop3.b32 a, {source}, 0x007F007F, magic, 0xEA;",
+        f"lop3.b32 b, {source}, 0x00800080, magic, 0xEA;",
+        f"fma.rn.bf16x2 {out}, b, minus, a;",
+    ]
+
+
+@triton.constexpr_function
+def _table_lines(table: tuple[int, ...]) -> list[str]:
+    packed = [sum((table[4 * k + n] & 0xFF) << (8 * n) for n in range(4)) for k in range(4)]
+    return [f"mov.b32 t{k}, 0x{value:08X};" for k, value in enumerate(packed)]
+
+
+@triton.constexpr_function
+def pair_text(fmt: tuple, p: int) -> str:
+    """PTX for tiles 2p ($0) and 2p + 1 ($1) from elements j, j + 1 of a plane: $2, $3, and of ``high``: $4, $5."""
+    low, high, zero, _, table, _ = fmt
+    lines = [".reg .b32 a, b, h, t, v, t0, t1, t2, t3, magic, one, minus, off;", "mov.b32 magic, 0x43004300;"]
+    if low == 8 or table:
+        lines += [f"mov.b32 minus, {_bf16_pair(-1)};"]
+    else:
+        lines += [f"mov.b32 one, {_bf16_pair(1)};", f"mov.b32 off, {_bf16_pair(-128 - zero)};"]
+    if low == 8:
+        for k in range(2):
+            byte = (2 * p + k) % 4
+            lines += [f"prmt.b32 t, $2, $3, 0x{4 + byte}{4 + byte}{byte}{byte};", *_integers(f"${k}", "t")]
+    elif table:
+        lines += _table_lines(table)
+        lines += [
+            f"prmt.b32 v, $2, $3, 0x{4 + p}{4 + p}{4 + p}{p};",  # four nibbles: two of j, two of j + 1
+            "and.b32 t, v, 0x7777;",
+            "prmt.b32 a, t0, t1, t;",
+            "prmt.b32 b, t2, t3, t;",
+            "shr.u32 v, v, 1;",
+            "lop3.b32 v, v, 0x4444, 0x3210, 0xEA;",  # chooses a or b by a nibble's top bit
+            "prmt.b32 h, a, b, v;",
+            *_integers("$0", "h"),
+            "shr.u32 h, h, 8;",
+            *_integers("$1", "h"),
+        ]
+    else:
+        bit = 0
+        if low == 4:
+            lines += [f"prmt.b32 t, $2, $3, 0x{4 + p}{4 + p}{p}{p};"]
+        else:
+            lines += ["prmt.b32 t, $2, $3, 0x5410;"]
+            bit = 4 * p
+        if high:
+            lines += ["prmt.b32 h, $4, $5, 0x5410;"]
+        for k in range(2):
+            lines += [_shift("v", "t", -bit - low * k), "mov.b32 a, magic;", _insert("a", "v", (1 << low) - 1)]
+            if high:
+                at = high * (2 * p + k)
+                lines += [_shift("v", "h", low - at), _insert("a", "v", ((1 << high) - 1) << low)]
+            lines += [f"fma.rn.bf16x2 ${k}, a, one, off;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@triton.jit
+def _table_value(code, FMT: tl.constexpr):
+    value = tl.zeros(code.shape, tl.float32)
+    for n in tl.static_range(16):
+        value = tl.where(code == n, FMT[4][n] * 1.0, value)
+    return value
+
+
+@triton.jit
+def code_pair(w, h, P: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
+    """Tiles 2P and 2P + 1, [BN, 32] each: code - zero, or the table's number.
+
+    w, h int32 [BN, 32]: elements of the low and high plane (8-bit types: of half P // 2).
+    """
+    LOW: tl.constexpr = FMT[0]
+    HIGH: tl.constexpr = FMT[1]
+    if PTX:
+        text: tl.constexpr = pair_text(FMT, P)
+        if HIGH > 0:
+            return tl.inline_asm_elementwise(
+                text, "=r,=r,r,r,r,r", [w, h], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                text, "=r,=r,r,r", [w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            )
+    else:
+        I: tl.constexpr = 2 * P
+        if LOW == 8:
+            a = (w << (24 - 8 * (I % 4))) >> 24
+            b = (w << (16 - 8 * (I % 4))) >> 24
+            return a.to(tl.float32), b.to(tl.float32)
+        else:
+            a = (w >> (LOW * I)) & ((1 << LOW) - 1)
+            b = (w >> (LOW * (I + 1))) & ((1 << LOW) - 1)
+            if HIGH > 0:
+                a = a | (((h >> (HIGH * I)) & ((1 << HIGH) - 1)) << LOW)
+                b = b | (((h >> (HIGH * (I + 1))) & ((1 << HIGH) - 1)) << LOW)
+            if len(FMT[4]) > 0:
+                return _table_value(a, FMT), _table_value(b, FMT)
+            else:
+                return (a - FMT[2]).to(tl.float32), (b - FMT[2]).to(tl.float32)
+
+
+@triton.jit
+def scaled(t, s, c, HAS_MIN: tl.constexpr, PTX: tl.constexpr):
+    """t * s + c on a tile [BN, 32]; s, c from ``_group_scale``, broadcastable to it: fp32, or two bf16 in an int32."""
+    if PTX:
+        s = tl.broadcast_to(s, t.shape)
+        if HAS_MIN:
+            c = tl.broadcast_to(c, t.shape)
+            return tl.inline_asm_elementwise(
+                "fma.rn.bf16x2 $0, $1, $2, $4;", "=r,r,r,r,r,r", [t, s, c], dtype=tl.bfloat16, is_pure=True, pack=2
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }",
+                "=r,r,r,r",
+                [t, s],
+                dtype=tl.bfloat16,
+                is_pure=True,
+                pack=2,
+            )
+    else:
+        return t * s + c
+
+
+@triton.jit
+def _half(bits):
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def load_scales(words, halves, sb, n, N, FMT: tl.constexpr):
+    """A super-block's scales, still packed: four words of scale bytes, two or four of minimum bytes, d and dmin fp32.
+
+    Returns (w0, w1, w2, w3, v0, v1, v2, v3, d, dmin), [BN] each; entries that a format does not have repeat another.
+    Which byte belongs to which group: ``_place``.
+    """
+    KIND: tl.constexpr = FMT[3]
+    row = tl.cast(N, tl.int64) * sb
+    w0, w1, w2, w3 = n, n, n, n
+    v0, v1, v2, v3 = n, n, n, n
+    d = tl.zeros(n.shape, tl.float32)
+    m = d
+    if KIND == K4:
+        a = tl.load(words + row * 3 + n)
+        b = tl.load(words + row * 3 + N + n)
+        c = tl.load(words + row * 3 + 2 * N + n)
+        w0, v0 = a & 0x3F3F3F3F, b & 0x3F3F3F3F
+        w1 = (c & 0x0F0F0F0F) | ((a >> 2) & 0x30303030)
+        v1 = ((c >> 4) & 0x0F0F0F0F) | ((b >> 2) & 0x30303030)
+    elif KIND == K6 or KIND == K2:
+        w0 = tl.load(words + row * 4 + n)
+        w1 = tl.load(words + row * 4 + N + n)
+        w2 = tl.load(words + row * 4 + 2 * N + n)
+        w3 = tl.load(words + row * 4 + 3 * N + n)
+        if KIND == K6:  # signed bytes, 128 added
+            w0, w1, w2, w3 = w0 ^ SIGNS, w1 ^ SIGNS, w2 ^ SIGNS, w3 ^ SIGNS
+        else:
+            v0, v1 = (w0 >> 4) & 0x0F0F0F0F, (w1 >> 4) & 0x0F0F0F0F
+            v2, v3 = (w2 >> 4) & 0x0F0F0F0F, (w3 >> 4) & 0x0F0F0F0F
+            w0, w1, w2, w3 = w0 & 0x0F0F0F0F, w1 & 0x0F0F0F0F, w2 & 0x0F0F0F0F, w3 & 0x0F0F0F0F
+    elif KIND == K3:
+        a = tl.load(words + row * 3 + n)
+        b = tl.load(words + row * 3 + N + n)
+        c = tl.load(words + row * 3 + 2 * N + n)
+        w0 = (a & 0x0F0F0F0F) | ((c << 4) & 0x30303030)
+        w1 = (b & 0x0F0F0F0F) | ((c << 2) & 0x30303030)
+        w2 = ((a >> 4) & 0x0F0F0F0F) | (c & 0x30303030)
+        w3 = ((b >> 4) & 0x0F0F0F0F) | ((c >> 2) & 0x30303030)
+    elif KIND == E8:
+        w0 = tl.load(words + row * 2 + n)
+        w1 = tl.load(words + row * 2 + N + n)
+    elif KIND == X4 or KIND == NIBBLE:
+        a = tl.load(words + row + n)
+        w0, w1 = a & 0x0F0F0F0F, (a >> 4) & 0x0F0F0F0F
+        if KIND == X4:  # two more bits a group, consecutive in 16: even groups' go to w0, odd groups' to w1
+            u = tl.load(halves + row * 2 + N + n).to(tl.int32)
+            w0 |= ((u & 3) << 4) | ((u & 0x30) << 8) | ((u & 0x300) << 12) | ((u & 0x3000) << 16)
+            u = u >> 2
+            w1 |= ((u & 3) << 4) | ((u & 0x30) << 8) | ((u & 0x300) << 12) | ((u & 0x3000) << 16)
+    elif KIND == NIBBLE16:
+        a = tl.load(words + row * 2 + n)
+        b = tl.load(words + row * 2 + N + n)
+        w0, w1 = a & 0x0F0F0F0F, (a >> 4) & 0x0F0F0F0F
+        w2, w3 = b & 0x0F0F0F0F, (b >> 4) & 0x0F0F0F0F
+    if KIND == K4 or KIND == K2 or KIND == X4:
+        d = _half(tl.load(halves + row * 2 + n))
+        if KIND != X4:
+            m = _half(tl.load(halves + row * 2 + N + n))
+    elif KIND == K3 or KIND == K6 or KIND == NIBBLE or KIND == NIBBLE16:
+        d = _half(tl.load(halves + row + n)) * FMT[5]
+    return w0, w1, w2, w3, v0, v1, v2, v3, d, m
+
+
+@triton.constexpr_function
+def _place(kind: int, g: int) -> tuple[int, int]:
+    """(word, byte) of group g's scale among the words of ``load_scales``."""
+    if kind in (int(Scales.X4), int(Scales.NIBBLE), int(Scales.NIBBLE16)):
+        return 2 * (g // 8) + g % 2, g % 8 // 2
+    return g // 4, g % 4
+
+
+@triton.constexpr_function
+def _bias(kind: int) -> float:
+    """What a scale byte is too large by."""
+    return {int(Scales.K6): 128.0, int(Scales.K3): 32.0, int(Scales.X4): 32.0}.get(kind, 0.0) - (
+        0.5 if kind in (int(Scales.NIBBLE), int(Scales.NIBBLE16)) else 0.0
+    )
+
+
+@triton.constexpr_function
+def scale_text(byte: int) -> str:
+    """PTX: fp32 $0 = (byte of $1) * $2 + $3, exact: the byte sits in the mantissa of 2^23, and $3 takes 2^23 $2 off."""
+    return f"{{ .reg .b32 f, k; mov.b32 k, 0x4B000000; prmt.b32 f, $1, k, 0x744{byte}; fma.rn.f32 $0, f, $2, $3; }}"
+
+
+@triton.jit
+def _byte_times(word, B: tl.constexpr, d, BIAS: tl.constexpr, PTX: tl.constexpr):
+    """(byte B of word - BIAS) * d, rounded once."""
+    if PTX:
+        text: tl.constexpr = scale_text(B)
+        return tl.inline_asm_elementwise(
+            text, "=r,r,r,r", [word, d, d * (-8388608.0 - BIAS)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return (((word >> (8 * B)) & 255).to(tl.float32) - BIAS) * d
+
+
+@triton.jit
+def _twice(s, PTX: tl.constexpr):
+    """fp32 to a pair of equal bf16 in an int32, which two neighbouring weights share."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [s], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return s
+
+
+@triton.jit
+def _group_scale(scales, halves, sb, n, N, G: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
+    """Scale and remaining minimum [BN] of group G: weight = scale * (code - zero) + rest. See reference.py."""
+    KIND: tl.constexpr = FMT[3]
+    PLACE: tl.constexpr = _place(KIND, G)
+    BIAS: tl.constexpr = _bias(KIND)
+    rest = tl.zeros(n.shape, tl.float32)
+    if KIND == BLOCK:
+        s = _half(tl.load(halves + tl.cast(N, tl.int64) * sb * 8 + (G * N + n)))
+    elif KIND == BLOCK_MIN:
+        s = _half(tl.load(halves + tl.cast(N, tl.int64) * sb * 16 + (G * N + n)))
+        rest = s * FMT[2] + _half(tl.load(halves + tl.cast(N, tl.int64) * sb * 16 + ((8 + G) * N + n)))
+    elif KIND == E8:
+        e = (scales[PLACE[0]] >> (8 * PLACE[1])) & 255
+        s = tl.where(e < 2, 0x00200000 << (e & 1), (e - 1) << 23).to(tl.float32, bitcast=True)
+    else:
+        s = _byte_times(scales[PLACE[0]], PLACE[1], scales[8], BIAS, PTX)
+        if KIND == K4 or KIND == K2:
+            rest = s * FMT[2] + _byte_times(scales[4 + PLACE[0]], PLACE[1], -scales[9], 0.0, PTX)
+    return _twice(s, PTX), _twice(rest, PTX)
+
+
+@triton.jit
+def _tile_scale(scales, halves, sb, n, N, I: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
+    """Scale and remaining minimum of tile I: [BN, 1], or [BN, 32] for groups of 16."""
+    KIND: tl.constexpr = FMT[3]
+    if KIND == K6 or KIND == K3 or KIND == K2 or KIND == NIBBLE16:
+        s0, c0 = _group_scale(scales, halves, sb, n, N, 2 * I, FMT, PTX)
+        s1, c1 = _group_scale(scales, halves, sb, n, N, 2 * I + 1, FMT, PTX)
+        first = tl.arange(0, 32)[None, :] < 16
+        return tl.where(first, s0[:, None], s1[:, None]), tl.where(first, c0[:, None], c1[:, None])
+    else:
+        s, c = _group_scale(scales, halves, sb, n, N, I, FMT, PTX)
+        return s[:, None], c[:, None]
+
+
+@triton.jit
+def load_codes(low, high, sb, n, N, FMT: tl.constexpr):
+    """int32 [BN, 32] elements of a super-block: low plane (first and second half of 8-bit types) and high plane.
+
+    low, high: pointers of one expert's planes; sb super-block; n int32 [BN] rows, all below N.
+    """
+    j = tl.arange(0, 32)
+    row = tl.cast(N, tl.int64) * sb
+    if FMT[0] == 8:
+        a = tl.load(low + row * 64 + (n[:, None] * 64 + j[None, :]))
+        b = tl.load(low + row * 64 + (n[:, None] * 64 + 32 + j[None, :]))
+    else:
+        a = tl.load(low + row * 32 + (n[:, None] * 32 + j[None, :])).to(tl.int32)
+        b = a
+    h = a
+    if FMT[1] > 0:
+        h = tl.load(high + row * 32 + (n[:, None] * 32 + j[None, :])).to(tl.int32)
+    return a, b, h
+
+
+@triton.jit
+def load_super(low, high, words, halves, sb, n, N, FMT: tl.constexpr):
+    """Codes and scales of a super-block of rows n, for ``weight_pair``; nothing for dense types."""
+    if FMT[3] == DENSE:
+        return (n,), (n,)
+    else:
+        return load_codes(low, high, sb, n, N, FMT), load_scales(words, halves, sb, n, N, FMT)
+
+
+@triton.jit
+def weight_pair(state, low, halves, sb, n, N, P: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
+    """Weights of tiles 2P and 2P + 1, [BN, 32] each: bf16, or fp32 without assembly."""
+    KIND: tl.constexpr = FMT[3]
+    HAS_MIN: tl.constexpr = KIND == K4 or KIND == K2 or KIND == BLOCK_MIN
+    if KIND == DENSE:
+        at = low + tl.cast(N, tl.int64) * sb * 256 + (n[:, None] * 256 + 64 * P + tl.arange(0, 32)[None, :])
+        a = tl.load(at)
+        b = tl.load(at + 32)
+        if PTX:
+            return a, b
+        else:
+            return a.to(tl.float32), b.to(tl.float32)
+    else:
+        codes, scales = state
+        w = codes[1] if FMT[0] == 8 and P >= 2 else codes[0]
+        a, b = code_pair(w, codes[2], P, FMT, PTX)
+        s, c = _tile_scale(scales, halves, sb, n, N, 2 * P, FMT, PTX)
+        t, e = _tile_scale(scales, halves, sb, n, N, 2 * P + 1, FMT, PTX)
+        return scaled(a, s, c, HAS_MIN, PTX), scaled(b, t, e, HAS_MIN, PTX)

@@ -1,0 +1,185 @@
+"""Products of planes against fp32 products of the dequantised weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from glm5deploy.quants import products, reference
+from glm5deploy.quants.formats import FORMATS
+from glm5deploy.quants.launch import Launch
+from glm5deploy.quants.planes import Planes, repack
+from tests.quants.blocks import QUANTISED, TYPES, random_rows
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+# On a GPU the activations are bf16 and so are the rounded weights; the interpreter works in fp32, in another order.
+DTYPE = torch.bfloat16 if GPU else torch.float32
+LIMIT = 4e-3 if GPU else 1e-5
+
+
+def rms_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    assert ours.shape == theirs.shape
+    assert torch.isfinite(ours).all()
+    return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+
+
+def planes_of(name: str, rows: int, columns: int, experts: int = 1, seed: int = 0) -> Planes:
+    raw = torch.stack([random_rows(name, rows, columns, seed + e) for e in range(experts)])
+    return repack(name, raw.to(DEVICE))
+
+
+def tokens(m: int, k: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn((m, k), generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds NaN, so an element that no program wrote is seen."""
+    empty = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_linear_of_every_type(name: str) -> None:
+    planes, x = planes_of(name, 40, 512), tokens(3, 512)
+    assert rms_error(products.linear(x, planes), reference.linear(x, planes)) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "config"),
+    [
+        (1, 64, 256, None),
+        (17, 100, 512, None),
+        (2, 33, 768, Launch(64, 16, parts=3)),
+        (40, 130, 256, Launch(64, 32)),
+        (70, 64, 256, Launch(64, 64)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
+def test_linear_shapes(name: str, m: int, n: int, k: int, config: Launch | None) -> None:
+    planes, x = planes_of(name, n, k), tokens(m, k)
+    expected = reference.linear(x, planes)
+    for _ in range(2):  # the second call finds the tickets as the first left them
+        assert rms_error(products.linear(x, planes, config=config), expected) < LIMIT
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q5_1", "MXFP4", "F16"])
+def test_linear_rows_that_end_inside_a_super_block(name: str) -> None:
+    planes, x = planes_of(name, 20, 288), tokens(5, 288)
+    assert rms_error(products.linear(x, planes), reference.linear(x, planes)) < LIMIT
+
+
+def test_linear_reads_and_writes_views() -> None:
+    planes = planes_of("Q6_K", 48, 256)
+    wide, out = tokens(4, 320), torch.full((4, 96), 7.0, device=DEVICE, dtype=DTYPE)
+    x = wide[:, 32:288]
+    products.linear(x, planes, out=out[:, 48:])
+    assert rms_error(out[:, 48:], reference.linear(x, planes)) < LIMIT
+    assert torch.all(out[:, :48] == 7.0)
+
+
+def test_many_tokens_go_through_dense_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "DENSE_CHUNK_BYTES", 2 * 512 * 64)  # chunks of 64 rows
+    planes, x = planes_of("Q5_K", 150, 512), tokens(200, 512)
+    assert rms_error(products.linear(x, planes), reference.linear(x, planes)) < LIMIT
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_unpacked_rows_are_the_dequantised_weights(name: str) -> None:
+    planes = planes_of(name, 40, 256)
+    ours = products.unpack_rows(planes, 8, 40, DTYPE)
+    assert rms_error(ours, reference.dequantize_planes(planes)[0, 8:]) < LIMIT
+
+
+def routing(t: int, topk: int, experts: int, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(experts, generator=g)[:topk] for _ in range(t)])
+    return ids.to(DEVICE, torch.int32), torch.rand((t, topk), generator=g).to(DEVICE)
+
+
+def check_moe(
+    gate: Planes, up: Planes, down: Planes, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: object
+) -> None:
+    expected = reference.moe(x, gate, up, down, ids, weights)
+    for _ in range(2):
+        ours = products.moe(x, gate, up, down, ids, weights, **options)  # type: ignore[arg-type]
+        assert rms_error(ours, expected) < LIMIT
+
+
+MIXED = [("Q4_K", "Q4_K", "Q6_K"), ("Q5_K", "Q4_K", "Q8_0"), ("IQ2_XXS", "IQ2_XXS", "IQ3_XXS"), ("MXFP4",) * 3]
+
+
+@pytest.mark.parametrize("names", MIXED, ids=str)
+@pytest.mark.parametrize("searched", [True, False], ids=["searched", "sorted"])
+def test_moe_mixed_types(names: tuple[str, str, str], searched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not searched:
+        monkeypatch.setattr(products.launch, "SEARCH_PAIRS", 0)
+    units = FORMATS[names[2]].block_elements
+    gate, up = planes_of(names[0], units, 256, 3), planes_of(names[1], units, 256, 3, seed=50)
+    down = planes_of(names[2], 70, units, 3, seed=90)
+    check_moe(gate, up, down, tokens(3, 256), *routing(3, 2, 3))
+
+
+@pytest.fixture(scope="module")
+def experts() -> tuple[Planes, Planes, Planes]:
+    return planes_of("Q8_0", 64, 512, 5), planes_of("BF16", 64, 512, 5, seed=9), planes_of("Q8_0", 70, 64, 5, seed=5)
+
+
+@pytest.mark.parametrize("searched", [True, False], ids=["searched", "sorted"])
+@pytest.mark.parametrize(
+    "configs",
+    [None, (Launch(64, 16, parts=2), Launch(64, 16, tiles=2)), (Launch(64, 16, lanes=2), Launch(64, 16, lanes=3))],
+    ids=["table", "parts", "lanes"],
+)
+def test_moe_all_tokens_on_one_expert(
+    experts: tuple[Planes, Planes, Planes], searched: bool, configs: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not searched:
+        monkeypatch.setattr(products.launch, "SEARCH_PAIRS", 0)
+    ids, weights = routing(37, 2, 5)
+    ids[:, 0], ids[:, 1] = 3, torch.where(torch.arange(37, device=DEVICE) % 9 == 0, 1, 4)
+    check_moe(*experts, tokens(37, 512), ids, weights, configs=configs)
+
+
+@pytest.mark.parametrize("searched", [True, False], ids=["searched", "sorted"])
+def test_moe_experts_of_other_ranks(
+    experts: tuple[Planes, Planes, Planes], searched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not searched:
+        monkeypatch.setattr(products.launch, "SEARCH_PAIRS", 0)
+    ids, weights = routing(6, 3, 5)
+    ids[0], ids[1, :2], ids[4, 1] = -1, -1, -1
+    x = tokens(6, 512)
+    check_moe(*experts, x, ids.to(torch.int64), weights, partial=True)
+    assert torch.all(products.moe(x, *experts, ids, weights, partial=True)[0] == 0)
+
+
+def test_moe_keeps_terms_of_many_pairs_in_the_activations_type(
+    experts: tuple[Planes, Planes, Planes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "EXACT_TERMS", 0)
+    check_moe(*experts, tokens(5, 512), *routing(5, 4, 5))
+
+
+def test_wrong_shapes_are_refused(experts: tuple[Planes, Planes, Planes]) -> None:
+    gate, up, down = experts
+    with pytest.raises(ValueError, match="does not fit"):
+        products.linear(tokens(2, 256), planes_of("Q8_0", 8, 512))
+    with pytest.raises(ValueError, match="do not fit each other"):
+        products.moe(tokens(1, 512), gate, up, up, *routing(1, 2, 5))
+
+
+def test_no_tokens() -> None:
+    assert products.linear(tokens(0, 512), planes_of("Q8_0", 8, 512)).shape == (0, 8)
+
+
+def test_kernel_formats_centre_codes_of_types_with_a_minimum() -> None:
+    zeros = {name: products.kernel_format(f)[2] for name, f in FORMATS.items() if f.has_min}
+    assert zeros == {"Q4_1": 8, "Q5_1": 16, "Q2_K": 2, "Q4_K": 8, "Q5_K": 16}
