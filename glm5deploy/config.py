@@ -1,5 +1,7 @@
 """Settings: TOML file < ``GLM5DEPLOY_*`` variables < command-line flags, each value knowing where it came from.
 
+Flags that decide what a work folder holds are remembered there and stand below all three.
+
 A setting is addressed as ``section.key``. In a file it stands under ``[section]``; its variable is
 ``GLM5DEPLOY_SECTION_KEY``. Unknown sections and keys are refused with the nearest known name.
 """
@@ -53,7 +55,6 @@ class MergeConfig:
 @dataclass(frozen=True, slots=True)
 class PatchConfig:
     indexer_schedule: str = ""  # "F"/"S" a layer; only where the file does not say
-    served_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class ServeConfig:
     tp: int = 1
     pp: int = 1
     ep: bool = False
+    name: str = ""  # what clients ask for; empty takes the repository's
     host: str = "127.0.0.1"
     port: int = 8000
     context: int = 0  # tokens; 0 takes what fits, at most the model's own limit
@@ -97,31 +99,41 @@ class Config:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, name: str) -> str:
-        """Where ``section.key`` was set: "default", "file …", "variable …" or "flag"."""
+        """Where ``section.key`` was set: "default", "earlier flag", "file …", "variable …" or "flag"."""
         return self.origins.get(name, "default")
 
 
 SECTIONS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "origins")
 
 
-def load_config(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, object]) -> Config:
-    """Merge the three sources. ``flags`` maps ``section.key`` to a value; ``None`` means "not given".
+def load_config(
+    file: Path | None,
+    environment: Mapping[str, str],
+    flags: Mapping[str, object],
+    remembered: Mapping[str, object] | None = None,
+) -> Config:
+    """Merge the sources. ``flags`` maps ``section.key`` to a value; ``None`` means "not given".
+
+    ``remembered`` are flags of an earlier command in the same work folder: everything else beats them.
 
     :raises UsageError: unreadable file, unknown name, or a value of the wrong type, naming its origin.
     """
-    values: dict[str, tuple[object, str]] = {}
+    known = _known()
+    values: dict[str, tuple[object, str]] = {
+        name: (value, "earlier flag") for name, value in (remembered or {}).items() if name in known
+    }
     if file is not None:
         values.update(_from_file(file))
-    for name, type_ in _known().items():
+    for name, type_ in known.items():
         variable = ENVIRONMENT_PREFIX + name.replace(".", "_").upper()
         if variable in environment:
             values[name] = (_parse(environment[variable], type_, f"variable {variable}"), f"variable {variable}")
     for name, value in flags.items():
-        if name not in _known():
+        if name not in known:
             raise KeyError(name)
         if value is not None:
             values[name] = (value, "flag")
-    checked = {name: (_check(name, value, _known()[name], origin), origin) for name, (value, origin) in values.items()}
+    checked = {name: (_check(name, value, known[name], origin), origin) for name, (value, origin) in values.items()}
     sections: dict[str, Any] = {}
     for section, class_ in typing.get_type_hints(Config).items():
         if section in SECTIONS:

@@ -13,12 +13,15 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """``done`` of ``total`` ``unit`` of the piece of work called ``task`` (a shard's file name, "hashing", …)."""
+    """``done`` of ``total`` ``unit`` of the piece of work called ``task`` (a shard's file name, "hashing", …).
+
+    In seconds it is a wait: ``total`` is when it is given up.
+    """
 
     task: str
     done: int
     total: int
-    unit: Literal["bytes", "items"] = "bytes"
+    unit: Literal["bytes", "items", "seconds"] = "bytes"
     note: str = ""
 
 

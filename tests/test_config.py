@@ -64,3 +64,11 @@ def test_a_bad_variable_is_named(value: str, message: str) -> None:
 def test_a_missing_file_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read the configuration"):
         load_config(tmp_path / "none.toml", {}, {})
+
+
+def test_an_earlier_flag_stands_below_everything_else(tmp_path: Path) -> None:
+    file = write(tmp_path, '[model]\nquant = "B"\n')
+    earlier = {"model.repo": "a/b", "model.quant": "A", "patch.gone": 1}
+    config = load_config(file, {}, {}, earlier)
+    assert (config.model.repo, config.model.quant) == ("a/b", "B")
+    assert config.origin("model.repo") == "earlier flag"

@@ -17,9 +17,13 @@ from glm5deploy import __version__
 from glm5deploy.cli.bench import bench
 from glm5deploy.cli.chat import chat
 from glm5deploy.cli.demo import demo
+from glm5deploy.cli.fetch import fetch, verify
 from glm5deploy.cli.install import install
+from glm5deploy.cli.merge import merge
+from glm5deploy.cli.patch import patch
 from glm5deploy.cli.plan import plan
 from glm5deploy.cli.run import run
+from glm5deploy.cli.serve import serve
 from glm5deploy.cli.session import current_output
 from glm5deploy.cli.status import reset, status
 from glm5deploy.errors import DeployError
@@ -72,7 +76,7 @@ def root(
     """From split GLM-5 GGUF shards to a tensor-parallel vLLM endpoint with true sparse attention."""
 
 
-for _command in (run, plan, install, bench, chat, status, reset, demo):
+for _command in (run, fetch, verify, merge, patch, install, serve, plan, bench, chat, status, reset, demo):
     app.command()(boundary(_command))
 
 

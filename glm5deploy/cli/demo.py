@@ -80,10 +80,7 @@ def _run(folder: Path, question: str, *, keep: bool, tp: int, port: int, json_mo
         session.output.note(f"a tiny random GLM-5 model is on a hub at {hub.endpoint}")
         os.environ["HF_ENDPOINT"] = hub.endpoint
         results = session.pipeline(ServeStage(on_ready=ask)).run()
-    stages = [
-        {"stage": r.name, "seconds": r.seconds, "what": str(r.outputs.get("summary", ""))}
-        for r in results
-    ]
+    stages = [{"stage": r.name, "seconds": r.seconds, "what": str(r.outputs.get("summary", ""))} for r in results]
     session.output.result(
         {
             "question": question,
@@ -103,6 +100,7 @@ def _ask(server: ServerInfo, question: str) -> str:
         "messages": [{"role": "user", "content": question}],
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0.0,
+        "chat_template_kwargs": {"enable_thinking": False},
     }
     response = httpx.post(f"{server.base_url}/v1/chat/completions", json=body, timeout=120.0)
     if response.status_code != httpx.codes.OK:

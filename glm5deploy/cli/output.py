@@ -20,6 +20,7 @@ from glm5deploy.progress import Progress
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
+    from rich.progress import TaskID
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -29,7 +30,7 @@ class Output:
         self.json_mode = json_mode
         self._meters: dict[str, _Meter] = {}
         self._bars: Bars | None = None
-        self._tasks: dict[str, int] = {}
+        self._tasks: dict[str, TaskID] = {}
 
     def result(self, value: Mapping[str, object], text: str | None = None) -> None:
         """The command's one result: the object as JSON, or ``text``, or the object as lines and tables."""
@@ -105,35 +106,32 @@ class Output:
     def _progress(self, stage: str, progress: Progress) -> None:
         meter = self._meters.setdefault(progress.task, _Meter(progress.done))
         if sys.stderr.isatty() and not self.json_mode:
-            self._bar(progress)
+            self._bar(progress, meter.text(progress))
         elif meter.due(progress):
             if self.json_mode:
                 self._json_line(Event(stage, "progress", progress=progress))
             else:
                 self._say(f"{stage:<8} {progress.task}: {meter.text(progress)}".strip(), None)
 
-    def _bar(self, progress: Progress) -> None:
+    def _bar(self, progress: Progress, text: str) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.markup import escape
+        from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bars
 
         if self._bars is None:
-            self._bars = Bars(
-                "{task.description}",
-                BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-                transient=True,
-            )
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
+            self._bars = Bars(*columns, console=Console(stderr=True), transient=True)
             self._bars.start()
         if progress.task not in self._tasks:
-            self._tasks[progress.task] = self._bars.add_task(progress.task, total=progress.total)
-        task = self._tasks[progress.task]
-        self._bars.update(task, completed=progress.done, total=progress.total)  # type: ignore[arg-type]
-        if progress.done >= progress.total:
-            self._bars.update(task, visible=False)  # type: ignore[arg-type]
+            self._tasks[progress.task] = self._bars.add_task(escape(progress.task), text="")
+        self._bars.update(
+            self._tasks[progress.task],
+            completed=progress.done,
+            total=progress.total,
+            text=escape(text),
+            visible=progress.done < progress.total,
+        )
 
     def _say(self, message: str, style: str | None) -> None:
         if sys.stderr.isatty():
@@ -185,11 +183,13 @@ class _Meter:
         return progress.done < progress.total
 
     def text(self, progress: Progress) -> str:
+        note = f" {progress.note}" if progress.note else ""
+        if progress.unit == "seconds":
+            return f"{human_seconds(progress.done)} of at most {human_seconds(progress.total)}{note}"
         rate = (progress.done - self._first) / max(time.monotonic() - self._begin, 1e-6)
         left = human_seconds((progress.total - progress.done) / rate) if rate > 0 else "unknown"
         if progress.unit == "bytes":
             done, total, speed = human_bytes(progress.done), human_bytes(progress.total), f"{human_bytes(rate)}/s"
         else:
             done, total, speed = str(progress.done), str(progress.total), f"{rate:.1f}/s"
-        note = f" {progress.note}" if progress.note else ""
         return f"{done} of {total}, {speed}, {left} left{note}"

@@ -26,7 +26,6 @@ def patch(
             help="One letter a layer, F for an own indexer, S for a shared one; only where the file does not say.",
         ),
     ] = None,
-    served_name: Annotated[str | None, typer.Option("--served-name", help="The name that clients ask for.")] = None,
     workdir: WorkdirOpt = DEFAULT_WORKDIR,
     config: ConfigOpt = None,
     json_mode: JsonOpt = False,
@@ -36,6 +35,6 @@ def patch(
     """Rebuild config, tokenizer and chat template from the GGUF and prove that vLLM resolves our loader."""
     from glm5deploy.stages.patch import PatchStage
 
-    flags = {"patch.indexer_schedule": indexer_schedule, "patch.served_name": served_name}
+    flags = {"patch.indexer_schedule": indexer_schedule}
     session = Session.open(workdir=workdir, config=config, json_mode=json_mode, flags=flags)
     session.execute("patch", "patch", PatchStage(gguf), force=force, dry_run=dry_run)

@@ -24,9 +24,15 @@ def run(
     first: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="First stage to run.")] = None,
     last: Annotated[str | None, typer.Option("--until", metavar="STAGE", help="Last stage to run.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
+    no_merge: Annotated[bool, typer.Option("--no-merge", help="Serve the shards as they are.")] = False,
+    indexer_schedule: Annotated[
+        str | None,
+        typer.Option(metavar="FSFS…", help="One letter a layer, F or S; only where the file does not say."),
+    ] = None,
     tp: Annotated[
         int | None, typer.Option("--tp", min=1, help="GPUs that share every layer (tensor parallel).")
     ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     workdir: WorkdirOpt = DEFAULT_WORKDIR,
     config: ConfigOpt = None,
     json_mode: JsonOpt = False,
@@ -34,6 +40,13 @@ def run(
     dry_run: DryRunOpt = False,
 ) -> None:
     """Run every stage that is not up to date: fetch → merge → patch → install → serve."""
-    flags = {**model_flags(model), "model.revision": revision, "serve.tp": tp}
+    flags = {
+        **model_flags(model),
+        "model.revision": revision,
+        "merge.mode": "never" if no_merge else None,
+        "patch.indexer_schedule": indexer_schedule,
+        "serve.tp": tp,
+        "serve.port": port,
+    }
     session = Session.open(workdir=workdir, config=config, json_mode=json_mode, flags=flags)
     session.execute(first, last, force=force, dry_run=dry_run)

@@ -52,7 +52,7 @@ def serve(
         "serve.ep": ep,
         "serve.host": host,
         "serve.port": port,
-        "patch.served_name": name,
+        "serve.name": name,
         "serve.context": context,
         "serve.kv_dtype": kv_dtype,
         "serve.dtype": dtype,

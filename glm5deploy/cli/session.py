@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from glm5deploy.cli.output import Output
+from glm5deploy.cli.remembered import read_remembered, remember
 from glm5deploy.config import Config, load_config
 from glm5deploy.pipeline.events import Events
 from glm5deploy.pipeline.runner import Pipeline, StageResult
@@ -20,6 +21,7 @@ class Session:
     output: Output
     workdir: Path
     config: Config
+    flags: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -29,7 +31,9 @@ class Session:
         workdir = workdir.expanduser().absolute()
         beside = workdir / "glm5deploy.toml"
         file = config if config is not None else (beside if beside.is_file() else None)
-        return cls(current_output(json_mode=json_mode), workdir, load_config(file, os.environ, flags or {}))
+        output = current_output(json_mode=json_mode)
+        remembered = read_remembered(workdir, output.warning)
+        return cls(output, workdir, load_config(file, os.environ, flags or {}, remembered), flags or {})
 
     def pipeline(self, *replacements: Stage) -> Pipeline:
         from glm5deploy.stages import all_stages
@@ -50,6 +54,7 @@ class Session:
             plans = pipeline.plans(first, last)
             self.output.result({p.name: {**status_words(p.status), **(p.plan or {})} for p in plans})
             return []
+        remember(self.workdir, self.flags)
         results = pipeline.run(first, last, force=force)
         shown = {r.name: {"ran": r.ran, "seconds": r.seconds, **r.outputs} for r in results}
         text = "\n".join(f"{r.name:<8} {r.outputs.get('summary', 'done')}" for r in results)

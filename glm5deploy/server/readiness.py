@@ -66,7 +66,7 @@ def wait_for_health(
                 f"the server did not come up within {deadline:.0f} s; its log ends with: {last_line()}",
                 hint="give it more time with --ready-timeout",
             )
-        progress(Progress("starting the server", int(waited), int(deadline), "items", last_line()))
+        progress(Progress("starting the server", int(waited), int(deadline), "seconds", last_line()))
         time.sleep(poll)
     return time.monotonic() - begun
 

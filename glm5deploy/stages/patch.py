@@ -25,7 +25,7 @@ class PatchStage:
     """``gguf`` names a file, shard or folder to serve in place of what merge recorded.
 
     Outputs: ``folder``, its ``files`` with their facts, ``weights`` (paths in shard order), ``index_topk``,
-    ``index_topk_pattern``, ``schedule_source``, ``served_name`` ("" where none was given), ``versions``.
+    ``index_topk_pattern``, ``schedule_source``, ``versions``.
     """
 
     gguf: Path | None = None
@@ -36,7 +36,6 @@ class PatchStage:
             "files": self._weight_facts(context),
             "folder": str(context.workdir / FOLDER),
             "indexer schedule": context.config.patch.indexer_schedule,
-            "served name": context.config.patch.served_name,
             "glm5deploy": __version__,
             "vLLM": _vllm_version(),
         }
@@ -74,7 +73,6 @@ class PatchStage:
             "files": [file_facts(folder / name) for name in sorted(model.files)],
             "weights": [str(facts["path"]) for facts in self._weight_facts(context)],
             **facts,
-            "served_name": context.config.patch.served_name,
             "versions": report.get("versions"),
             "summary": f"{folder}: {facts['layers']} layers, indexer schedule from the {facts['schedule_source']}, "
             f"{facts['tensors_used']} tensors to load, {facts['tensors_left_out']} left out",

