@@ -62,7 +62,8 @@ def plan(
 
     group = detect_gpus() if gpus == "auto" else parse_gpus(gpus)
     found = open_headers(target, wanted.revision)
-    value = make_deployment_plan(found, group, session.config, session.workdir, Rates(network * 1e6, disk * 1e6))
+    rates = Rates(network * 1e6, disk * 1e6)
+    value = make_deployment_plan(found, group, session.config, session.workdir, rates, config)
     session.output.result(value if json_mode else {key: item for key, item in value.items() if key != "notes"})
     for note in value["notes"]:
         session.output.note(f"note: {note}")

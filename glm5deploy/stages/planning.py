@@ -39,9 +39,12 @@ def make_model_table(found: FoundModel, config: Config) -> ModelTable:
 
 
 def make_deployment_plan(
-    found: FoundModel, group: GpuGroup, config: Config, workdir: Path, rates: Rates
+    found: FoundModel, group: GpuGroup, config: Config, workdir: Path, rates: Rates, config_file: Path | None = None
 ) -> dict[str, Any]:
-    """The whole plan as a JSON object. ``fits`` is its verdict; sizes are bytes, times seconds."""
+    """The whole plan as a JSON object. ``fits`` is its verdict; sizes are bytes, times seconds.
+
+    ``config_file`` is the file that ``config`` came from, for the commands to name it.
+    """
     model = make_model_table(found, config)
     context = config.serve.context
     if context > model.hparams.context_length:
@@ -72,7 +75,7 @@ def make_deployment_plan(
         }
     value["notes"] = _notes(found, model, group, nearest, config, wishes, workdir)
     if value["fits"]:
-        value["commands"] = planned_commands(found, group, model, nearest, config, workdir)
+        value["commands"] = planned_commands(found, group, model, nearest, config, workdir, config_file)
     return value
 
 
