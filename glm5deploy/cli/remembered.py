@@ -41,8 +41,11 @@ def remember(workdir: Path, flags: Mapping[str, object]) -> None:
     if not given:
         return
     kept = read_remembered(workdir, lambda _: None)
-    if any(kept.get(name) not in (None, given.get(name, kept.get(name))) for name in ("model.repo", "model.quant")):
+    changed = {name for name, value in given.items() if name in kept and kept[name] != value}
+    if "model.repo" in changed:
         kept = {}
+    elif "model.quant" in changed:
+        kept = {name: value for name, value in kept.items() if name.startswith("model.")}
     if {**kept, **given} != kept:
         write_json(_path(workdir), {**kept, **given})
 

@@ -22,7 +22,9 @@ def test_another_model_forgets_what_described_the_old_one(tmp_path: Path) -> Non
     remember(tmp_path, {"model.quant": "Q"})
     assert kept(tmp_path)["patch.indexer_schedule"] == "FSFS"
     remember(tmp_path, {"model.quant": "R"})
-    assert kept(tmp_path) == {"model.quant": "R"}
+    assert kept(tmp_path) == {"model.repo": "a/b", "model.quant": "R"}
+    remember(tmp_path, {"model.repo": "c/d"})
+    assert kept(tmp_path) == {"model.repo": "c/d"}
 
 
 def test_nothing_is_written_where_nothing_was_given(tmp_path: Path) -> None:
