@@ -14,9 +14,8 @@ from glm5deploy.errors import DiskFullError, UsageError
 from glm5deploy.gguf_files.journal import sync_folder
 from glm5deploy.gguf_files.linux_files import can_punch, punch_hole
 from glm5deploy.gguf_files.merge_plan import Copy, Plan
+from glm5deploy.gguf_files.shards import CONSUMED
 from glm5deploy.gguf_files.space import free_bytes
-
-SUFFIX = ".consumed"
 
 
 class Consumption:
@@ -32,7 +31,7 @@ class Consumption:
         """Where each source is now: under its name, set aside, or gone (None)."""
         return [next((p for p in (path, _aside(path)) if p.exists()), None) for path in self._paths]
 
-    def check(self, output: Path, ahead_bytes: int) -> None:
+    def check(self, output: Path, batch_bytes: int) -> None:
         """Refuse links, and a disk without room for what is copied before the first release."""
         for path in self._paths:
             if path.is_symlink() or (path.exists() and path.stat().st_nlink > 1):
@@ -40,7 +39,8 @@ class Consumption:
                     f"{path}: is a link, and --consume would destroy the file behind it",
                     hint="merge without --consume, or fetch the shards into the work folder",
                 )
-        needed = ahead_bytes if self.punching else max(source.size for source in self._plan.sources)
+        largest = max((copy.length for copy in self._plan.tensors.values()), default=0)
+        needed = max(batch_bytes, largest) if self.punching else max(source.size for source in self._plan.sources)
         free = free_bytes(output.parent)
         if free < needed:
             raise DiskFullError(
@@ -48,15 +48,22 @@ class Consumption:
                 hint="free that much space and run again",
             )
 
-    def release(self, copies: Sequence[Copy], position: int) -> None:
-        """Release what ``copies`` read, all of it durable; remove shards that end before ``position``."""
+    def release(self, copies: Sequence[Copy], position: int) -> list[int]:
+        """Release what ``copies`` read, all of it durable; remove shards that end before ``position``.
+
+        Returns the numbers of the removed ones: their blocks are free only when nobody has them open any more.
+        Btrfs gives blocks back only where a whole extent is punched, so there up to 128 MiB stay until the removal.
+        """
+        removed = []
         for number in sorted({copy.source for copy in copies}):
             path = self._paths[number]
             if self._last[number] <= position:
                 _remove(path)
                 _remove(_aside(path))
+                removed.append(number)
             elif self.punching:
                 self._punch(path, [copy for copy in copies if copy.source == number])
+        return removed
 
     def finish(self) -> None:
         """Remove whatever is left of the shards, those without tensors included."""
@@ -81,7 +88,7 @@ class Consumption:
 
 
 def _aside(path: Path) -> Path:
-    return path.with_name(path.name + SUFFIX)
+    return path.with_name(path.name + CONSUMED)
 
 
 def _remove(path: Path) -> None:

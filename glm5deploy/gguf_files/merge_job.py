@@ -66,7 +66,8 @@ class MergeJob:
                 self._reserve(descriptor, cloned, keep=bool(self._resumed_at))
             else:
                 done = [c for c in self.plan.tensors.values() if c.offset + c.length <= self._position]
-                self._consumption.release(done, self._position)
+                for number in self._consumption.release(done, self._position):
+                    transfer.forget(number)
             self._copy(transfer, journal, cloned)
             self._finish(transfer, descriptor)
         self.clean_up()
@@ -199,7 +200,8 @@ class MergeJob:
         journal.reached(self._position, digests)
         self._checkpoint(f"recorded {self._position}")
         if self._consumption is not None:
-            self._consumption.release([segment.copy for segment in batch], self._position)
+            for number in self._consumption.release([segment.copy for segment in batch], self._position):
+                transfer.forget(number)
             self._checkpoint(f"released {self._position}")
         self._report(transfer)
 

@@ -21,6 +21,9 @@ from glm5deploy.gguf_files.header import DEFAULT_ALIGNMENT, Header, read_header
 from glm5deploy.gguf_files.metadata import Metadata
 from glm5deploy.gguf_files.shard_checks import check_set
 
+#: appended to the name of a shard that a merge is releasing: it may have holes
+CONSUMED = ".consumed"
+
 _NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{2,6})-of-(?P<count>\d{2,6})\.gguf", re.DOTALL)
 
 
@@ -128,10 +131,10 @@ def find_files(path: Path) -> tuple[Path, ...]:
     missing = [sibling.name for sibling in siblings if not sibling.is_file()]
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise FileFormatError(
-            f"{path.parent}: {len(missing)} of {name.count} shards are missing: {shown}",
-            hint="`glm5deploy fetch` completes a set; shards already there are kept",
-        )
+        hint = "`glm5deploy fetch` completes a set; shards already there are kept"
+        if any(path.with_name(shard + CONSUMED).exists() for shard in missing):
+            hint = "an interrupted `merge --consume` has begun to release them; the same command finishes it"
+        raise FileFormatError(f"{path.parent}: {len(missing)} of {name.count} shards are missing: {shown}", hint=hint)
     return siblings
 
 

@@ -79,6 +79,12 @@ class Transfer:
             if file is not None:
                 file.close()
 
+    def forget(self, number: int) -> None:
+        """Close a source that is not needed any more."""
+        file, self._sources[number] = self._sources[number], None
+        if file is not None:
+            file.close()
+
     def sync(self) -> None:
         """Return when everything written so far is on the disk."""
         os.fdatasync(self._target.buffered)
