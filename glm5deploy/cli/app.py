@@ -18,6 +18,7 @@ from glm5deploy.cli.bench import bench
 from glm5deploy.cli.chat import chat
 from glm5deploy.cli.demo import demo
 from glm5deploy.cli.fetch import fetch, verify
+from glm5deploy.cli.inspect import inspect
 from glm5deploy.cli.install import install
 from glm5deploy.cli.merge import merge
 from glm5deploy.cli.patch import patch
@@ -76,7 +77,7 @@ def root(
     """From split GLM-5 GGUF shards to a tensor-parallel vLLM endpoint with true sparse attention."""
 
 
-for _command in (run, fetch, verify, merge, patch, install, serve, plan, bench, chat, status, reset, demo):
+for _command in (run, fetch, verify, merge, patch, install, serve, plan, inspect, bench, chat, status, reset, demo):
     app.command()(boundary(_command))
 
 

@@ -36,12 +36,15 @@ class FetchStage:
 
     def stale_outputs(self, context: Context, outputs: Json) -> list[str]:
         from glm5deploy.hub.verify import is_verified
+        from glm5deploy.stages.released import is_released
 
         plan, folder = recorded_plan(context.config, context.workdir), destination(context.config, context.workdir)
         if plan is None or plan.commit != outputs.get("commit"):
             return ["the plan is gone or has changed"]
         reasons = []
         for file, path in zip(plan.files, plan.paths(folder), strict=True):
+            if is_released(context, path):
+                continue  # merge --consume has taken it over
             reason = changed_file({"path": str(path), "size": file.size, "mtime_ns": _mtime(path)})
             if reason is None and not is_verified(folder, file):
                 reason = f"{path} was modified or found damaged"
