@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from glm5deploy.hub.plan import FetchPlan, make_plan, write_plan
 from glm5deploy.progress import Progress
 from tests.support.faulty_hub import FaultyHub
 from tests.support.shard_sets import write_set
+
+os.environ.setdefault("DO_NOT_TRACK", "1")  # read by huggingface_hub at import: tests ask nobody but their own hub
 
 REPO = "owner/model-GGUF"
 QUANT = "UD-Q4_K_XL"

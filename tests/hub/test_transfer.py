@@ -13,9 +13,11 @@ from glm5deploy.errors import HubError
 from glm5deploy.hub.download import Download
 from glm5deploy.hub.faults import Policy, RateWatch, TransferFault, retry_after
 from glm5deploy.hub.hashing import FileHash, Stopped, differing_spans, prefix_step
+from glm5deploy.hub.plan import make_plan, write_plan
 from glm5deploy.hub.transfer import Transfer
-from tests.hub.conftest import QUANT, SIZES, STALLS, Fetcher
-from tests.support.faulty_hub import Fault, cut, stall, status, throttle
+from tests.hub.conftest import QUANT, REPO, SIZES, STALLS, Fetcher
+from tests.support.faulty_hub import Fault, cut, nothing, stall, status, throttle
+from tests.support.shard_sets import write_set
 
 
 def sha_of(fetcher: Fetcher, index: int) -> str:
@@ -119,6 +121,30 @@ def test_a_lasting_fault_ends_with_what_is_kept(fetcher: Fetcher) -> None:
         fetcher.run()
     assert fetcher.partial(2).stat().st_size == 200_000
     assert fetcher.server.forget_faults() == 46
+
+
+def test_empty_answers_are_faults_not_progress(fetcher: Fetcher) -> None:
+    fetcher.server.inject(nothing(), times=2, match=sha_of(fetcher, 0))
+    fetcher.run()
+    fetcher.server.inject(nothing(), times=5, match=sha_of(fetcher, 0))
+    (fetcher.destination / QUANT / "m-00001-of-00003.gguf").unlink()
+    with pytest.raises(HubError, match="sent nothing"):
+        fetcher.run()
+
+
+def test_a_partial_of_other_content_is_not_gone_on_with(fetcher: Fetcher) -> None:
+    """The same name and size at another commit: only the sidecar tells that these bytes do not belong."""
+    fetcher.server.inject(cut(900_000), match=sha_of(fetcher, 1))
+    fetcher.server.inject(status(500), times=5, match=sha_of(fetcher, 1))
+    with pytest.raises(HubError, match="are kept"):
+        fetcher.run(parallel=1)
+    fetcher.server.forget_faults()
+    write_set(fetcher.source / QUANT, "m", SIZES, seed=5)
+    fetcher.server.publish(REPO, fetcher.source)
+    write_plan(make_plan(fetcher.hub(), REPO, QUANT, fetcher.destination, refresh=True).plan, fetcher.destination)
+    fetcher.run()
+    assert fetcher.fetched() == fetcher.originals()
+    assert not any("mismatch" in note for note in fetcher.notes if "m-00002" in note)
 
 
 def test_an_expired_signed_url_is_renewed_in_mid_transfer(fetcher: Fetcher) -> None:

@@ -63,6 +63,20 @@ def status(code: int, **headers: str) -> Fault:
     return Fault(answer=answer)
 
 
+def nothing() -> Fault:
+    """A well-formed answer to the range that was asked for, with no byte in it."""
+
+    def answer(handler: FaultyHandler, blob: Blob) -> None:
+        start = handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0]
+        handler.send_response(HTTPStatus.PARTIAL_CONTENT)
+        handler.send_header("Content-Range", f"bytes {start}-{blob.size - 1}/{blob.size}")
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        handler.wfile.write(b"0\r\n\r\n")
+
+    return Fault(answer=answer)
+
+
 class FaultyHub(LocalHub):
     """``requests`` lists (kind, path, headers) of everything asked; ``pace`` limits every body in bytes a second."""
 

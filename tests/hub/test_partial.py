@@ -1,0 +1,78 @@
+"""Partial files and their sidecars."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from glm5deploy.hub.choice import RemoteFile
+from glm5deploy.hub.partial import Partial
+
+FILE = RemoteFile("Q4/m.gguf", 1000, "0" * 40, "a" * 64)
+
+
+def begun(destination: Path, content: bytes = b"x" * 300) -> Path:
+    partial = Partial(destination, FILE)
+    partial.append(content)
+    partial.remember('"v1"')
+    partial.close()
+    return partial.path
+
+
+def test_a_partial_is_gone_on_with(tmp_path: Path) -> None:
+    begun(tmp_path)
+    again = Partial(tmp_path, FILE)
+    assert (again.offset, again.etag) == (300, '"v1"')
+    again.append(b"y" * 700)
+    again.complete(tmp_path / "final" / "m.gguf")
+    assert (tmp_path / "final" / "m.gguf").read_bytes() == b"x" * 300 + b"y" * 700
+    assert [p for p in (tmp_path / ".fetch" / "Q4").iterdir() if p.name != ".gitignore"] == []
+
+
+@pytest.mark.parametrize(
+    "other", [replace(FILE, sha256="b" * 64), replace(FILE, size=1001), replace(FILE, sha256=None)]
+)
+def test_bytes_of_other_content_are_dropped(tmp_path: Path, other: RemoteFile) -> None:
+    begun(tmp_path)
+    partial = Partial(tmp_path, other)
+    assert (partial.offset, partial.etag) == (0, None)
+    assert partial.path.stat().st_size == 0
+
+
+@pytest.mark.parametrize("sidecar", [b"", b"{", b"[]", b'{"size": 1000}'])
+def test_without_a_sound_sidecar_nothing_is_known(tmp_path: Path, sidecar: bytes) -> None:
+    path = begun(tmp_path)
+    path.with_name(f"{path.name}.json").write_bytes(sidecar)
+    assert Partial(tmp_path, FILE).offset == 0
+
+
+def test_more_bytes_than_the_file_has_cannot_be_its(tmp_path: Path) -> None:
+    begun(tmp_path, b"x" * 1001)
+    assert Partial(tmp_path, FILE).offset == 0
+
+
+def test_weak_etags_are_not_kept(tmp_path: Path) -> None:
+    partial = Partial(tmp_path, FILE)
+    partial.remember('W/"v1"')
+    partial.close()
+    assert Partial(tmp_path, FILE).etag is None
+
+
+def test_wrong_bytes_are_kept_beside_for_comparison(tmp_path: Path) -> None:
+    partial = Partial(tmp_path, FILE)
+    partial.append(b"z" * 1000)
+    partial.set_aside()
+    assert partial.aside.read_bytes() == b"z" * 1000
+    assert Partial(tmp_path, FILE).offset == 0
+
+
+def test_wrong_bytes_go_where_there_is_no_room_for_two_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partial = Partial(tmp_path, FILE)
+    partial.append(b"z" * 1000)
+    monkeypatch.setattr("glm5deploy.hub.partial.shutil.disk_usage", lambda _: SimpleNamespace(free=999))
+    partial.set_aside()
+    assert not partial.aside.exists()
+    assert not partial.path.exists()
