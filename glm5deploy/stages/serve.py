@@ -9,6 +9,7 @@ from pathlib import Path
 from glm5deploy.checks import require_no_failure
 from glm5deploy.pipeline.stage import Context, Json
 from glm5deploy.server.session import RunningServer
+from glm5deploy.stages.gpu_preflight import check_collectives
 from glm5deploy.stages.serve_plan import ServePlan, make_plan
 
 ServerInfo = RunningServer
@@ -58,6 +59,11 @@ class ServeStage:
             if check.level == "warn":
                 context.events.warning(f"{check.name}: {check.found} ({check.remedy})")
         require_no_failure(checks)
+        if plan.machine is not None and plan.ranks > 1:
+            context.events.note(f"letting {plan.ranks} GPUs sum before anything is loaded")
+            check = check_collectives(plan.ranks)
+            require_no_failure([check])
+            context.events.note(check.found)
         context.events.note(f"starting vLLM; its log is {plan.places.log}")
         with serving(plan.command, plan.settings, plan.model, plan.places, plan.key, context.events.progress) as server:
             curl = curl_example(plan.settings, plan.key)

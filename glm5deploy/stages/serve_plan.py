@@ -18,6 +18,7 @@ from glm5deploy.server.preflight import check_host
 from glm5deploy.server.session import Places
 from glm5deploy.server.settings import Device, ServeSettings
 from glm5deploy.stages.engine_check import check_engine_versions, check_vllm_arguments
+from glm5deploy.stages.gpu_preflight import Machine, gpu_checks, read_machine
 
 MEMO = "vllm-arguments.json"
 _BASE_SECONDS = 600.0  # imports, profiling, compilation and warm-up with cold caches
@@ -35,6 +36,12 @@ class ServePlan:
     key: ApiKey | None
     install: Mapping[str, object]
     memo: Path
+    machine: Machine | None
+    """None on the CPU engine."""
+
+    @property
+    def ranks(self) -> int:
+        return self.settings.tp * self.settings.pp
 
     def all_checks(self, *, remember: bool) -> list[Check]:
         """Quick ones first, vLLM is asked last; ``remember`` keeps its answer. Raises DeployError with what it says."""
@@ -42,6 +49,8 @@ class ServePlan:
             check_engine_versions(self.install),
             *check_host(self.settings, self.model, self.places.log, self.key),
         ]
+        if self.machine is not None:
+            checks += gpu_checks(self.machine, self.ranks)
         if not any(check.level == "fail" for check in checks):
             checks.append(check_vllm_arguments(self.command, self.settings, self.memo, remember=remember))
         return checks
@@ -54,10 +63,13 @@ def make_plan(
     model = read_model_facts(folder)
     device = _device(install)
     key = find_api_key(config.serve.api_key_file, environment)
-    settings = _settings(folder, config, device, model, install, environment)
+    machine = read_machine(environment) if device == "cuda" else None
+    settings = _settings(folder, config, device, model, install, environment, machine)
     require_tensor_parallel(model, settings, config.serve.weights)
     command = build_command(settings, model, config.serve.weights, environment=environment)
-    return ServePlan(settings, command, model, Places.of(workdir), key, install, workdir / ".glm5deploy" / MEMO)
+    return ServePlan(
+        settings, command, model, Places.of(workdir), key, install, workdir / ".glm5deploy" / MEMO, machine
+    )
 
 
 def _device(install: Mapping[str, object]) -> Device:
@@ -79,6 +91,7 @@ def _settings(
     model: ModelFacts,
     install: Mapping[str, object],
     environment: Mapping[str, str],
+    machine: Machine | None,
 ) -> ServeSettings:
     serve = config.serve
     kv_space = environment.get("VLLM_CPU_KVCACHE_SPACE", "")
@@ -100,7 +113,8 @@ def _settings(
         mtp=serve.mtp,
         expert_parallel=serve.ep,
         gpu_memory=serve.gpu_memory or None,
-        custom_all_reduce=serve.custom_all_reduce != "off",
+        custom_all_reduce=serve.custom_all_reduce == "on"
+        or (serve.custom_all_reduce == "auto" and machine is not None and machine.custom_all_reduce(serve.tp)),
         cpu_kv_gib=int(kv_space) if kv_space.isdigit() and int(kv_space) else 1,
         cpu_cores=tuple(sorted(os.sched_getaffinity(0))),
         ready_timeout=serve.ready_timeout or _BASE_SECONDS + model.weight_bytes / _SLOW_DISK,

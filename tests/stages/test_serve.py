@@ -235,13 +235,15 @@ def test_two_ranks_share_the_model_and_stop_together(tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.fail("tensor parallelism 2 needs two cores")
     members: list[int] = []
+    sessions: list[int] = []
 
     def look(server: ServerInfo) -> None:
         assert server.report.indexer.ranks == 2
         members.extend(server.process.members())
+        sessions.append(server.process.session)
 
     outputs: Any = ServeStage(on_ready=look).run(serve_context(tmp_path, flags))
     assert outputs["tp"] == 2
     assert len(members) >= 5  # guard, API server, engine, two workers
-    assert not any(psutil.pid_exists(pid) for pid in members)
+    assert session_members(sessions[0]) == []
     assert not (tmp_path / ".glm5deploy" / "server.json").exists()
