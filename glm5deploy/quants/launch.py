@@ -20,7 +20,6 @@ class Launch:
     bm: int
     parts: int = 1
     tiles: int = 1
-    lanes: int = 1
     warps: int = 4
     stages: int = 3
 
@@ -52,7 +51,7 @@ def gate_up_launch(
     active = min(pairs, experts)
     parts = _parts(active * -(-n // 64), supers, processors, 8) if pairs <= SEARCH_PAIRS else 1
     stages = 2 if small_shared or bm > 32 else 3
-    return Launch(64, bm, parts, lanes=max(1, min(4, round(mean / bm))), stages=stages)
+    return Launch(64, bm, parts, stages=stages)
 
 
 def down_launch(pairs: int, experts: int, n: int, supers: int, processors: int, small_shared: bool = False) -> Launch:
@@ -63,4 +62,4 @@ def down_launch(pairs: int, experts: int, n: int, supers: int, processors: int, 
     programs = min(pairs, experts) * spans
     tiles = max(1, min(8, programs // (4 * processors)))
     stages = 2 if small_shared and bm > 16 else 3
-    return Launch(64, bm, tiles=tiles, lanes=max(1, min(4, round(mean / bm))), stages=stages)
+    return Launch(64, bm, tiles=tiles, stages=stages)

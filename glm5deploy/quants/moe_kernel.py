@@ -6,6 +6,8 @@ pairs a program finds its expert's pairs itself (no launch before it); with many
 Letters: T tokens, P pairs, E experts, N outputs, K inputs; BN, BM the tile.
 """
 
+# Triton reads these functions: branches on constants need their else, comparisons their plain form.
+# ruff: noqa: E741, PIE808, RET505, SIM109
 from __future__ import annotations
 
 import triton
@@ -16,8 +18,12 @@ from glm5deploy.quants.unpack import load_super, weight_pair
 
 
 @triton.jit(do_not_specialize=["P"])
-def sort_kernel(ids, order, starts, P, E, CHUNK: tl.constexpr):
-    """Pairs by expert: order int32 [P], starts int32 [E + 1]. Grid (E); ids < 0 are left out."""
+def sort_kernel(ids, order, work, P, E, BM: tl.constexpr, CHUNK: tl.constexpr):
+    """Pairs by expert, cut into chunks of at most BM pairs of one expert. Grid (E); ids < 0 are left out.
+
+    order int32 [P]; work int32 [E + P // BM, 3]: expert, first place in ``order``, pairs (0: nothing to do). Expert e's
+    chunks start at entry e + before // BM, where ``before`` pairs have smaller ids: entries never meet, all are written.
+    """
     e = tl.program_id(0)
     before = 0
     mine = 0
@@ -26,9 +32,12 @@ def sort_kernel(ids, order, starts, P, E, CHUNK: tl.constexpr):
         found = tl.load(ids + q, mask=q < P, other=-1)
         before += tl.sum(((found >= 0) & (found < e)).to(tl.int32))
         mine += tl.sum((found == e).to(tl.int32))
-    tl.store(starts + e, before)
-    if e == E - 1:
-        tl.store(starts + E, before + mine)
+    last = tl.where(e == E - 1, P, before + mine) // BM
+    for c in range(before // BM, last + 1):
+        done = (c - before // BM) * BM
+        tl.store(work + (e + c) * 3, e)
+        tl.store(work + (e + c) * 3 + 1, before + done)
+        tl.store(work + (e + c) * 3 + 2, tl.minimum(tl.maximum(mine - done, 0), BM))
     at = before
     for q0 in range(0, P, CHUNK):
         q = q0 + tl.arange(0, CHUNK)
@@ -51,161 +60,123 @@ def pairs_here(ids, p, P, PAIRS: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def pairs_sorted(order, starts, e, chunk, BM: tl.constexpr):
-    """Pairs [BM] of expert e's chunk, and how many."""
-    first = tl.load(starts + e)
-    count = tl.minimum(tl.maximum(tl.load(starts + e + 1) - first - chunk * BM, 0), BM)
+def pairs_sorted(order, work, item, BM: tl.constexpr):
+    """Pairs [BM] of a chunk, how many, and the expert."""
+    expert = tl.load(work + item * 3)
+    first = tl.load(work + item * 3 + 1)
+    count = tl.load(work + item * 3 + 2)
     m = tl.arange(0, BM)
-    return tl.load(order + first + chunk * BM + m, mask=m < count, other=0), count
+    return tl.load(order + first + m, mask=m < count, other=0), count, expert
 
 
 @triton.jit
-def _gate_up(
-    x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, pairs, count, e, part, P, N, K, x_stride, SUPERS,
-    G: tl.constexpr, U: tl.constexpr, TOPK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
-    EVEN: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    i_n = tl.program_id(0)
-    n = i_n * BN + tl.arange(0, BN)
-    n_in = tl.minimum(n, N - 1)
-    m_ok = tl.arange(0, BM) < count
-    rows = x + (pairs // TOPK).to(tl.int64) * x_stride
-    first = e * SUPERS  # planes of all experts are consecutive super-blocks
-    gate = tl.zeros([BN, BM], tl.float32)
-    up = tl.zeros([BN, BM], tl.float32)
-    for sb in range(part * SUPERS // PARTS, (part + 1) * SUPERS // PARTS):
-        g_state = load_super(gl, gh, gw, gs, first + sb, n_in, N, G)
-        u_state = load_super(ul, uh, uw, us, first + sb, n_in, N, U)
-        for Q in tl.static_range(4):
-            x0 = load_x(rows, sb, 2 * Q, m_ok, K, EVEN, PTX)
-            x1 = load_x(rows, sb, 2 * Q + 1, m_ok, K, EVEN, PTX)
-            a, b = weight_pair(g_state, gl, gs, first + sb, n_in, N, Q, G, PTX)
-            gate = tl.dot(a, x0, gate, input_precision="ieee")
-            gate = tl.dot(b, x1, gate, input_precision="ieee")
-            a, b = weight_pair(u_state, ul, us, first + sb, n_in, N, Q, U, PTX)
-            up = tl.dot(a, x0, up, input_precision="ieee")
-            up = tl.dot(b, x1, up, input_precision="ieee")
-    ok = m_ok[None, :] & (n[:, None] < N)
-    at = hidden + pairs[None, :].to(tl.int64) * N + n[:, None]
-    if PARTS == 1:
-        tl.store(at, (gate * tl.sigmoid(gate) * up).to(hidden.dtype.element_ty), mask=ok)
+def pairs_of(ids, order, work, item, P, PAIRS: tl.constexpr, BM: tl.constexpr):
+    """What this program has to do: searched for among PAIRS (a power of two) pairs, or, if PAIRS is 0, sorted."""
+    if PAIRS > 0:
+        return pairs_here(ids, item, P, PAIRS, BM)
     else:
-        stride = P.to(tl.int64) * 2 * N
-        p_part = parts + pairs[None, :].to(tl.int64) * (2 * N) + n[:, None]
-        tl.store(p_part + part * stride, gate, mask=ok, cache_modifier=".cg")
-        tl.store(p_part + part * stride + N, up, mask=ok, cache_modifier=".cg")
-        head = tl.sum(tl.where(tl.arange(0, BM) == 0, pairs, 0))
-        if arrive(tickets + head * tl.num_programs(0) + i_n, PARTS):
-            gate = add_parts(p_part, stride, ok, PARTS)
-            up = add_parts(p_part + N, stride, ok, PARTS)
-            tl.store(at, (gate * tl.sigmoid(gate) * up).to(hidden.dtype.element_ty), mask=ok)
+        return pairs_sorted(order, work, item, BM)
 
 
 @triton.jit(do_not_specialize=["P"])
 def gate_up_kernel(
-    x, gl, gh, gw, gs, ul, uh, uw, us, ids, order, starts, hidden, parts, tickets, P, N, K, x_stride, SUPERS,
+    x, gl, gh, gw, gs, ul, uh, uw, us, ids, order, work, hidden, parts, tickets, P, N, K, x_stride, SUPERS,
     G: tl.constexpr, U: tl.constexpr, TOPK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
-    PAIRS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    PAIRS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """hidden [P, N] = silu(gate x) * up x. parts fp32 [PARTS, P, 2N]; tickets int32 [P, N tiles], zero.
 
-    PAIRS > 0: grid (N tiles, P, PARTS), ids searched; 0: grid (N tiles, E, PARTS * LANES), pairs sorted, an expert's
-    chunks of BM shared between LANES programs.
+    Grid (N tiles, P, PARTS) where pairs are searched for, (N tiles, work items, PARTS) where they are sorted.
     """
-    if PAIRS > 0:
-        pairs, count, e = pairs_here(ids, tl.program_id(1), P, PAIRS, BM)
-        if count > 0:
-            _gate_up(
-                x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, pairs, count, e, tl.program_id(2), P, N, K,
-                x_stride, SUPERS, G, U, TOPK, BN, BM, PARTS, EVEN, PTX,
-            )  # fmt: skip
-    else:
-        e = tl.program_id(1)
-        chunk = tl.program_id(2) // PARTS
-        pairs, count = pairs_sorted(order, starts, e, chunk, BM)
-        while count > 0:
-            _gate_up(
-                x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, pairs, count, e, tl.program_id(2) % PARTS,
-                P, N, K, x_stride, SUPERS, G, U, TOPK, BN, BM, PARTS, EVEN, PTX,
-            )  # fmt: skip
-            chunk += LANES
-            pairs, count = pairs_sorted(order, starts, e, chunk, BM)
-
-
-@triton.jit
-def _down(
-    hidden, low, high, words, halves, ids, weights, y, out, tickets, pairs, count, e, N, K, SUPERS,
-    FMT: tl.constexpr, TOPK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr,
-    ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    span = tl.program_id(0)
-    m_ok = tl.arange(0, BM) < count
-    wide = pairs.to(tl.int64)
-    rows = hidden + wide * K
-    first = e * SUPERS
-    share = tl.load(weights + pairs, mask=m_ok, other=0.0).to(tl.float32)
-    for t in range(0, TILES):
-        n = (span * TILES + t) * BN + tl.arange(0, BN)
+    pairs, count, e = pairs_of(ids, order, work, tl.program_id(1), P, PAIRS, BM)
+    if count > 0:
+        part = tl.program_id(2)
+        i_n = tl.program_id(0)
+        n = i_n * BN + tl.arange(0, BN)
         n_in = tl.minimum(n, N - 1)
-        acc = tl.zeros([BN, BM], tl.float32)
-        for sb in range(0, 1 if ONE else SUPERS):
-            state = load_super(low, high, words, halves, first + sb, n_in, N, FMT)
+        m_ok = tl.arange(0, BM) < count
+        rows = x + (pairs // TOPK).to(tl.int64) * x_stride
+        first = e * SUPERS  # planes of all experts are consecutive super-blocks
+        gate = tl.zeros([BN, BM], tl.float32)
+        up = tl.zeros([BN, BM], tl.float32)
+        for sb in range(part * SUPERS // PARTS, (part + 1) * SUPERS // PARTS):
+            g_state = load_super(gl, gh, gw, gs, first + sb, n_in, N, G)
+            u_state = load_super(ul, uh, uw, us, first + sb, n_in, N, U)
             for Q in tl.static_range(4):
                 x0 = load_x(rows, sb, 2 * Q, m_ok, K, EVEN, PTX)
                 x1 = load_x(rows, sb, 2 * Q + 1, m_ok, K, EVEN, PTX)
-                a, b = weight_pair(state, low, halves, first + sb, n_in, N, Q, FMT, PTX)
-                acc = tl.dot(a, x0, acc, input_precision="ieee")
-                acc = tl.dot(b, x1, acc, input_precision="ieee")
+                a, b = weight_pair(g_state, gl, gs, first + sb, n_in, N, Q, G, PTX)
+                gate = tl.dot(a, x0, gate, input_precision="ieee")
+                gate = tl.dot(b, x1, gate, input_precision="ieee")
+                a, b = weight_pair(u_state, ul, us, first + sb, n_in, N, Q, U, PTX)
+                up = tl.dot(a, x0, up, input_precision="ieee")
+                up = tl.dot(b, x1, up, input_precision="ieee")
         ok = m_ok[None, :] & (n[:, None] < N)
-        at = y + wide[None, :] * N + n[:, None]
-        tl.store(at, (acc * share[None, :]).to(y.dtype.element_ty), mask=ok, cache_modifier=".cg")
-    token = pairs // TOPK
-    need = tl.zeros([BM], tl.int32)
-    for s in tl.static_range(TOPK):
-        need += (tl.load(ids + token * TOPK + s, mask=m_ok, other=-1) >= 0).to(tl.int32)
-    tl.debug_barrier()  # all threads' stores come before the tickets
-    p_ticket = tickets + token * tl.num_programs(0) + span
-    done = m_ok & (tl.atomic_add(p_ticket, 1, mask=m_ok, sem="acq_rel") == need - 1)
-    tl.debug_barrier()
-    if tl.sum(done.to(tl.int32)) > 0:
-        tl.store(p_ticket, 0, mask=done)
-        for t in range(0, TILES):
-            n = (span * TILES + t) * BN + tl.arange(0, BN)
-            ok = done[None, :] & (n[:, None] < N)
-            total = tl.zeros([BN, BM], tl.float32)
-            for s in tl.static_range(TOPK):
-                here = ok & (tl.load(ids + token * TOPK + s, mask=m_ok, other=-1) >= 0)[None, :]
-                at = y + (token * TOPK + s).to(tl.int64)[None, :] * N + n[:, None]
-                total += tl.load(at, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
-            tl.store(out + token[None, :].to(tl.int64) * N + n[:, None], total.to(out.dtype.element_ty), mask=ok)
+        at = hidden + pairs[None, :].to(tl.int64) * N + n[:, None]
+        if PARTS == 1:
+            tl.store(at, (gate * tl.sigmoid(gate) * up).to(hidden.dtype.element_ty), mask=ok)
+        else:
+            stride = P.to(tl.int64) * 2 * N
+            p_part = parts + pairs[None, :].to(tl.int64) * (2 * N) + n[:, None]
+            tl.store(p_part + part * stride, gate, mask=ok, cache_modifier=".cg")
+            tl.store(p_part + part * stride + N, up, mask=ok, cache_modifier=".cg")
+            head = tl.sum(tl.where(tl.arange(0, BM) == 0, pairs, 0))
+            if arrive(tickets + head * tl.num_programs(0) + i_n, PARTS):
+                gate = add_parts(p_part, stride, ok, PARTS)
+                up = add_parts(p_part + N, stride, ok, PARTS)
+                tl.store(at, (gate * tl.sigmoid(gate) * up).to(hidden.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["P"])
 def down_kernel(
-    hidden, low, high, words, halves, ids, order, starts, weights, y, out, tickets, P, N, K, SUPERS,
+    hidden, low, high, words, halves, ids, order, work, weights, y, out, tickets, P, N, K, SUPERS,
     FMT: tl.constexpr, TOPK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr,
-    PAIRS: tl.constexpr, LANES: tl.constexpr, ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    PAIRS: tl.constexpr, ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """out [T, N] = sum over a token's pairs of weight * (down hidden); y [P, N] holds the terms.
 
     Whichever program brings a token's last term of a span of TILES * BN outputs adds them, in the order of slots.
-    Grid (spans, P or E, 1 or LANES) as in ``gate_up_kernel``; tickets int32 [T, spans], zero. ONE: K is 256.
+    Grid (spans, P or work items) as in ``gate_up_kernel``; tickets int32 [T, spans], zero. ONE: SUPERS is 1.
     """
-    if PAIRS > 0:
-        pairs, count, e = pairs_here(ids, tl.program_id(1), P, PAIRS, BM)
-        if count > 0:
-            _down(
-                hidden, low, high, words, halves, ids, weights, y, out, tickets, pairs, count, e, N, K, SUPERS,
-                FMT, TOPK, BN, BM, TILES, ONE, EVEN, PTX,
-            )  # fmt: skip
-    else:
-        e = tl.program_id(1)
-        chunk = tl.program_id(2)
-        pairs, count = pairs_sorted(order, starts, e, chunk, BM)
-        while count > 0:
-            _down(
-                hidden, low, high, words, halves, ids, weights, y, out, tickets, pairs, count, e, N, K, SUPERS,
-                FMT, TOPK, BN, BM, TILES, ONE, EVEN, PTX,
-            )  # fmt: skip
-            chunk += LANES
-            pairs, count = pairs_sorted(order, starts, e, chunk, BM)
+    pairs, count, e = pairs_of(ids, order, work, tl.program_id(1), P, PAIRS, BM)
+    if count > 0:
+        span = tl.program_id(0)
+        m_ok = tl.arange(0, BM) < count
+        wide = pairs.to(tl.int64)
+        rows = hidden + wide * K
+        first = e * SUPERS
+        share = tl.load(weights + pairs, mask=m_ok, other=0.0).to(tl.float32)
+        for t in range(0, TILES):
+            n = (span * TILES + t) * BN + tl.arange(0, BN)
+            n_in = tl.minimum(n, N - 1)
+            acc = tl.zeros([BN, BM], tl.float32)
+            for sb in range(0, 1 if ONE else SUPERS):
+                state = load_super(low, high, words, halves, first + sb, n_in, N, FMT)
+                for Q in tl.static_range(4):
+                    x0 = load_x(rows, sb, 2 * Q, m_ok, K, EVEN, PTX)
+                    x1 = load_x(rows, sb, 2 * Q + 1, m_ok, K, EVEN, PTX)
+                    a, b = weight_pair(state, low, halves, first + sb, n_in, N, Q, FMT, PTX)
+                    acc = tl.dot(a, x0, acc, input_precision="ieee")
+                    acc = tl.dot(b, x1, acc, input_precision="ieee")
+            ok = m_ok[None, :] & (n[:, None] < N)
+            at = y + wide[None, :] * N + n[:, None]
+            tl.store(at, (acc * share[None, :]).to(y.dtype.element_ty), mask=ok, cache_modifier=".cg")
+        token = pairs // TOPK
+        need = tl.zeros([BM], tl.int32)
+        for s in tl.static_range(TOPK):
+            need += (tl.load(ids + token * TOPK + s, mask=m_ok, other=-1) >= 0).to(tl.int32)
+        tl.debug_barrier()  # all threads' stores come before the tickets
+        p_ticket = tickets + token * tl.num_programs(0) + span
+        done = m_ok & (tl.atomic_add(p_ticket, 1, mask=m_ok, sem="acq_rel") == need - 1)
+        tl.debug_barrier()
+        if tl.sum(done.to(tl.int32)) > 0:
+            tl.store(p_ticket, 0, mask=done)
+            for t in range(0, TILES):
+                n = (span * TILES + t) * BN + tl.arange(0, BN)
+                ok = done[None, :] & (n[:, None] < N)
+                total = tl.zeros([BN, BM], tl.float32)
+                for s in tl.static_range(TOPK):
+                    here = ok & (tl.load(ids + token * TOPK + s, mask=m_ok, other=-1) >= 0)[None, :]
+                    at = y + (token * TOPK + s).to(tl.int64)[None, :] * N + n[:, None]
+                    total += tl.load(at, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
+                tl.store(out + token[None, :].to(tl.int64) * N + n[:, None], total.to(out.dtype.element_ty), mask=ok)

@@ -1,4 +1,4 @@
-"""Products with planes on a GPU: the functions a quantisation method calls. Pure: planes and activations in, result out.
+"""Products with planes on a GPU, the functions a quantisation method calls: planes and activations in, result out.
 
 Activations stay as they are (bf16); a weight is rounded to bf16 once, as its scale is. Every launch is fit for CUDA
 graphs. Tickets (see linear_kernel.py) are shared by all calls on a device, so calls must follow each other on a stream.
@@ -131,24 +131,26 @@ def moe(
         launch.down_launch(pairs, experts, down.rows, down.supers, *gpu),
     )
     search = triton.next_power_of_2(pairs) if pairs <= launch.SEARCH_PAIRS else 0
+    items = pairs if search else experts + pairs // a.bm
     order = torch.empty(1 if search else pairs, dtype=torch.int32, device=x.device)
-    starts = torch.empty(1 if search else experts + 1, dtype=torch.int32, device=x.device)
+    work = torch.empty((1 if search else items, 3), dtype=torch.int32, device=x.device)
     if not search:
-        sort_kernel[(experts,)](ids, order, starts, pairs, experts, CHUNK=1024, num_warps=4)
+        sort_kernel[(experts,)](ids, order, work, pairs, experts, BM=a.bm, CHUNK=1024, num_warps=4)
     blocks, spans = triton.cdiv(n, a.bn), triton.cdiv(down.rows, b.bn * b.tiles)
     tickets = _shared_tickets(max(pairs * blocks, tokens * spans), x.device)
     hidden = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
     parts = torch.empty((a.parts, pairs, 2 * n), dtype=torch.float32, device=x.device) if a.parts > 1 else x
     ptx = x.dtype == torch.bfloat16
-    gate_up_kernel[(blocks, pairs, a.parts) if search else (blocks, experts, a.parts * a.lanes)](
-        x, *_pointers(gate), *_pointers(up), ids, order, starts, hidden, parts, tickets, pairs, n, gate.columns,
+    gate_up_kernel[(blocks, items, a.parts)](
+        x, *_pointers(gate), *_pointers(up), ids, order, work, hidden, parts, tickets, pairs, n, gate.columns,
         x.stride(0), gate.supers, G=kernel_format(gate.format), U=kernel_format(up.format), TOPK=topk, BN=a.bn, BM=a.bm,
-        PARTS=a.parts, PAIRS=search, LANES=a.lanes, EVEN=gate.columns % 256 == 0, PTX=ptx, num_warps=a.warps, num_stages=a.stages,
+        PARTS=a.parts, PAIRS=search, EVEN=gate.columns % 256 == 0, PTX=ptx, num_warps=a.warps,
+        num_stages=a.stages,
     )  # fmt: skip
     terms = torch.empty((pairs, down.rows), dtype=torch.float32 if pairs <= EXACT_TERMS else x.dtype, device=x.device)
-    down_kernel[(spans, pairs, 1) if search else (spans, experts, b.lanes)](
-        hidden, *_pointers(down), ids, order, starts, weights, terms, out, tickets, pairs, down.rows, n, down.supers,
-        FMT=kernel_format(down.format), TOPK=topk, BN=b.bn, BM=b.bm, TILES=b.tiles, PAIRS=search, LANES=b.lanes,
+    down_kernel[(spans, items)](
+        hidden, *_pointers(down), ids, order, work, weights, terms, out, tickets, pairs, down.rows, n, down.supers,
+        FMT=kernel_format(down.format), TOPK=topk, BN=b.bn, BM=b.bm, TILES=b.tiles, PAIRS=search,
         ONE=down.supers == 1, EVEN=n % 256 == 0, PTX=ptx, num_warps=b.warps, num_stages=b.stages,
     )  # fmt: skip
     return out

@@ -7,6 +7,8 @@ fused multiply-add applies scale and minimum. Scale and the rest of the minimum 
 once. Where the activations are no bf16 (interpreter, tests) the same formulae run in fp32 without assembly.
 """
 
+# Triton reads these functions: branches on constants need their else, comparisons their plain form.
+# ruff: noqa: E741, PIE808, RET505, SIM109
 from __future__ import annotations
 
 import triton

@@ -1,0 +1,112 @@
+"""Compiles kernels for a GPU that is not there and prints what they need, one JSON object a line.
+
+Run as ``python -m tests.quants.compile_check CAPABILITY [CASE...]`` in a process without the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from glm5deploy.quants import launch, linear_kernel, moe_kernel
+from glm5deploy.quants.formats import FORMATS
+from glm5deploy.quants.products import kernel_format
+
+# A case: kernel, its formats, and the launch that products.py would choose on a GPU of 132 multiprocessors
+PROCESSORS = 132
+ELEMENTS = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i32", 16: "*bf16"}
+POINTERS = {"x", "y", "hidden", "out", "parts", "tickets", "ids", "order", "work", "weights"}
+
+
+def planes_signature(names: tuple[str, ...], type_name: str) -> dict[str, str]:
+    """Pointer types of low, high, words, halves; a missing plane is stood in for by the low one."""
+    f = FORMATS[type_name]
+    low = ELEMENTS[f.low]
+    return dict(
+        zip(
+            names,
+            (
+                low,
+                ELEMENTS[f.high] if f.high else low,
+                "*i32" if f.word_count else low,
+                "*i16" if f.half_count else low,
+            ),
+            strict=True,
+        )
+    )
+
+
+def compile_case(case: str, capability: int) -> dict[str, Any]:
+    """Case names: linear:TYPE:TOKENS, gate_up:TYPE,TYPE:TOKENS, down:TYPE:TOKENS, dense:TYPE:0."""
+    kind, types, count = case.split(":")
+    names, tokens = types.split(","), int(count)
+    small = capability in (86, 89, 120, 121)
+    common = {"x": "*bf16", "y": "*bf16", "hidden": "*bf16", "out": "*bf16", "parts": "*fp32", "tickets": "*i32"}
+    common |= {"ids": "*i32", "order": "*i32", "work": "*i32", "weights": "*fp32"}
+    sizes = dict.fromkeys(("M", "N", "K", "P", "n0", "n1", "x_stride", "y_stride", "SUPERS"), "i32")
+    four = ("low", "high", "words", "halves")
+    constants: dict[str, Any] = {"EVEN": True, "PTX": True}
+    if kind == "linear":
+        c = launch.linear_launch(tokens, 2048, 24, PROCESSORS, small)
+        kernel, planes = linear_kernel.linear_kernel, planes_signature(four, names[0])
+        constants |= {"FMT": kernel_format(FORMATS[names[0]]), "PARTS": c.parts, "BM": c.bm}
+    elif kind == "dense":
+        c = launch.Launch(64, 16)
+        kernel, planes = linear_kernel.dense_kernel, planes_signature(four, names[0])
+        constants |= {"FMT": kernel_format(FORMATS[names[0]])}
+    else:
+        pairs = 8 * tokens
+        search = triton.next_power_of_2(pairs) if pairs <= launch.SEARCH_PAIRS else 0
+        constants |= {"TOPK": 8, "PAIRS": search}
+        if kind == "gate_up":
+            c = launch.gate_up_launch(pairs, 256, 256, 24, PROCESSORS, small)
+            planes = planes_signature(("gl", "gh", "gw", "gs"), names[0])
+            planes |= planes_signature(("ul", "uh", "uw", "us"), names[1])
+            constants |= {"G": kernel_format(FORMATS[names[0]]), "U": kernel_format(FORMATS[names[1]])}
+            constants |= {"PARTS": c.parts}
+            kernel = moe_kernel.gate_up_kernel
+        else:
+            c = launch.down_launch(pairs, 256, 6144, 1, PROCESSORS, small)
+            planes = planes_signature(four, names[0])
+            constants |= {"FMT": kernel_format(FORMATS[names[0]]), "TILES": c.tiles, "ONE": True}
+            kernel = moe_kernel.down_kernel
+            common["y"] = "*fp32"
+        constants |= {"BM": c.bm}
+    constants["BN"] = c.bn
+    known = common | sizes | planes
+    arguments = [a for a in kernel.arg_names if a not in constants]
+    aligned = {
+        (k,): [["tt.divisibility", 16]]
+        for k, a in enumerate(kernel.arg_names)
+        if a in planes or a in POINTERS or a in ("N", "K", "x_stride", "y_stride")
+    }
+    source = ASTSource(kernel, {a: known[a] for a in arguments}, constexprs=constants, attrs=aligned)
+    options = {"num_warps": c.warps, "num_stages": c.stages}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    usage = resource_usage(made.asm["cubin"])
+    return {"case": case, "capability": capability, "shared": made.metadata.shared, **usage}
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """Registers and local memory (stack and spills) a thread."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        text = subprocess.run([tool, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return {"registers": found["REG"], "stack": found["STACK"], "local": found["LOCAL"]}
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        print(json.dumps(compile_case(name, int(sys.argv[1]))), flush=True)
