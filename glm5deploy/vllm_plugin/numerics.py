@@ -47,18 +47,17 @@ def check() -> dict[str, Any]:
     case = make_case(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
     selected = _select(case)
     wrong = selection_errors(case, selected)
+    if wrong:
+        raise DeployError(f"the indexer's selection differs from the reference in {wrong} rows", hint=_HINT)
     error = attention_error(case, selected, _attend(case, selected))
-    figures = {
+    if not error <= ATTENTION_ERROR[case.q.dtype]:
+        raise DeployError(f"attention is off by {error:.1e}, allowed {ATTENTION_ERROR[case.q.dtype]:.0e}", hint=_HINT)
+    return {
         "rows": len(selected),
         "selection errors": wrong,
         "attention error": error,
         "dtype": str(case.q.dtype).removeprefix("torch."),
     }
-    if wrong:
-        raise DeployError(f"the indexer's selection differs from the reference in {wrong} rows", hint=_HINT)
-    if not error <= ATTENTION_ERROR[case.q.dtype]:
-        raise DeployError(f"attention is off by {error:.1e}, allowed {ATTENTION_ERROR[case.q.dtype]:.0e}", hint=_HINT)
-    return figures
 
 
 def make_case(device: torch.device, dtype: torch.dtype) -> Case:

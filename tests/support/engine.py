@@ -49,7 +49,7 @@ class Engine:
             "return_tokens_as_token_ids": True,
             **({"prompt_logprobs": 20} if prompt_logprobs else {}),
         }
-        response = httpx.post(f"{self.url}/v1/completions", json=request, timeout=300)
+        response = httpx.post(f"{self.url}/v1/completions", json=request, timeout=120)
         assert response.status_code == 200, f"{response.status_code}: {response.text}\n{self.tail()}"
         choice = response.json()["choices"][0]
         steps = [{_id(token): value for token, value in step.items()} for step in choice["logprobs"]["top_logprobs"]]

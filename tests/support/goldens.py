@@ -76,7 +76,7 @@ def _reference(raw: dict[str, Any]) -> Reference:
         top={int(position): [(int(i), float(v)) for i, v in top] for position, top in raw["top"].items()},
         selected={
             (int(layer), int(position)): frozenset(chosen)
-            for layer, rows in raw["selected"].items()
+            for layer, rows in raw.get("selected", {}).items()
             for position, chosen in rows.items()
         },
         greedy=raw["greedy"]["ids"],
