@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from glm5deploy.vllm_plugin import BACKEND
+from glm5deploy.vllm_plugin import BACKEND, cpu_pipeline
 
 _MARK = "_glm5deploy"
 _BLOCK_SIZE = 64
@@ -44,6 +44,7 @@ def install() -> None:
         return
     CpuPlatform.get_attn_backend_cls = classmethod(_choose(CpuPlatform.get_attn_backend_cls.__func__))
     CpuPlatform.check_and_update_config = classmethod(_limit(CpuPlatform.check_and_update_config.__func__))
+    cpu_pipeline.install()
     setattr(CpuPlatform, _MARK, True)
 
 

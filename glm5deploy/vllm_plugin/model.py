@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.model_executor.models.deepseek_v2 import GateLinear, GlmMoeDsaForCausalLM
 
+from glm5deploy.glm_dsa.pipeline_parallel import VARIABLE, partition_variable
 from glm5deploy.vllm_plugin import compat
 from glm5deploy.vllm_plugin.indexer import Glm5Indexer
 
@@ -24,3 +25,20 @@ class Glm5ForCausalLM(GlmMoeDsaForCausalLM):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         with compat.portable_model_parts(Indexer=Glm5Indexer, GateLinear=Fp32GateLinear):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        require_own_selection(vllm_config.model_config.hf_text_config, self.model.start_layer, stages)
+
+
+def require_own_selection(config: Any, first_layer: int, stages: int) -> None:
+    """Raise ValueError when this pipeline stage begins with a layer that shares a selection made in another process.
+
+    vLLM passes hidden states between stages and not the selected positions: the stage would attend to whatever its own
+    buffer holds, without any error.
+    """
+    pattern = getattr(config, "index_topk_pattern", None) or ""
+    if first_layer < len(pattern) and pattern[first_layer] == "S":
+        division = partition_variable(pattern, stages)
+        raise ValueError(
+            f"a pipeline stage begins with layer {first_layer}, which shares the selection of an earlier layer in "
+            f"another process: its answers would be wrong. Set {VARIABLE}={division} on every node"
+        )
