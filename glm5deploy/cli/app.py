@@ -17,6 +17,7 @@ from glm5deploy import __version__
 from glm5deploy.cli.bench import bench
 from glm5deploy.cli.chat import chat
 from glm5deploy.cli.demo import demo
+from glm5deploy.cli.doctor import doctor
 from glm5deploy.cli.fetch import fetch, verify
 from glm5deploy.cli.inspect import inspect
 from glm5deploy.cli.install import install
@@ -77,7 +78,23 @@ def root(
     """From split GLM-5 GGUF shards to a tensor-parallel vLLM endpoint with true sparse attention."""
 
 
-for _command in (run, fetch, verify, merge, patch, install, serve, plan, inspect, bench, chat, status, reset, demo):
+for _command in (
+    run,
+    fetch,
+    verify,
+    merge,
+    patch,
+    install,
+    serve,
+    doctor,
+    plan,
+    inspect,
+    bench,
+    chat,
+    status,
+    reset,
+    demo,
+):
     app.command()(boundary(_command))
 
 
