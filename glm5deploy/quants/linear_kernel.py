@@ -6,7 +6,7 @@ the sum does not depend on timing. Letters: M tokens, N outputs, K inputs; BN, B
 """
 
 # Triton reads these functions: branches on constants need their else, comparisons their plain form.
-# ruff: noqa: E741, PIE808, RET505, SIM109
+# ruff: noqa: E741
 from __future__ import annotations
 
 import triton

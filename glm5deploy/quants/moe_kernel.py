@@ -7,7 +7,7 @@ Letters: T tokens, P pairs, E experts, N outputs, K inputs; BN, BM the tile.
 """
 
 # Triton reads these functions: branches on constants need their else, comparisons their plain form.
-# ruff: noqa: E741, PIE808, RET505, SIM109
+# ruff: noqa: PIE808, RET505
 from __future__ import annotations
 
 import triton
@@ -21,8 +21,8 @@ from glm5deploy.quants.unpack import load_super, weight_pair
 def sort_kernel(ids, order, work, P, E, BM: tl.constexpr, CHUNK: tl.constexpr):
     """Pairs by expert, cut into chunks of at most BM pairs of one expert. Grid (E); ids < 0 are left out.
 
-    order int32 [P]; work int32 [E + P // BM, 3]: expert, first place in ``order``, pairs (0: nothing to do). Expert e's
-    chunks start at entry e + before // BM, where ``before`` pairs have smaller ids: entries never meet, all are written.
+    order int32 [P]; work int32 [E + P // BM, 3]: expert, first place in ``order``, pairs (0: nothing to do). Expert
+    e's chunks start at entry e + before // BM, where ``before`` pairs have smaller ids: all entries are written once.
     """
     e = tl.program_id(0)
     before = 0

@@ -8,7 +8,7 @@ once. Where the activations are no bf16 (interpreter, tests) the same formulae r
 """
 
 # Triton reads these functions: branches on constants need their else, comparisons their plain form.
-# ruff: noqa: E741, PIE808, RET505, SIM109
+# ruff: noqa: E741, RET505, SIM109
 from __future__ import annotations
 
 import triton
@@ -273,12 +273,13 @@ def scale_text(byte: int) -> str:
 
 @triton.jit
 def _byte_times(word, B: tl.constexpr, d, BIAS: tl.constexpr, PTX: tl.constexpr):
-    """(byte B of word - BIAS) * d, rounded once."""
+    """(byte B of word - BIAS) * d, exact: eight bits times the eleven of a half."""
     if PTX:
         text: tl.constexpr = scale_text(B)
-        return tl.inline_asm_elementwise(
-            text, "=r,r,r,r", [word, d, d * (-8388608.0 - BIAS)], dtype=tl.float32, is_pure=True, pack=1
+        s = tl.inline_asm_elementwise(
+            text, "=r,r,r,r", [word, d, d * -8388608.0], dtype=tl.float32, is_pure=True, pack=1
         )
+        return s - d * BIAS if BIAS != 0 else s
     else:
         return (((word >> (8 * B)) & 255).to(tl.float32) - BIAS) * d
 

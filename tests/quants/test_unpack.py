@@ -1,0 +1,67 @@
+"""The assembly that unpacks weights, instruction by instruction, against the codes in the planes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from glm5deploy.quants.formats import FORMATS, Scales
+from glm5deploy.quants.planes import fields_of_planes, repack
+from glm5deploy.quants.products import kernel_format
+from glm5deploy.quants.unpack import _bias, _place, pair_text, scale_text
+from tests.quants.blocks import QUANTISED, any_bits
+from tests.quants.ptx import WORD, bf16_pair, from_float, run, to_float
+
+# one type of each way to store codes
+STORED = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q3_K", "Q2_K", "IQ4_XS", "MXFP4", "IQ3_S", "IQ2_XS", "Q5_1")
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_pairs_of_tiles_are_the_codes(name: str) -> None:
+    fmt = FORMATS[name]
+    planes = repack(name, any_bits(name, 1, 256, seed=11))
+    codes = fields_of_planes(planes).codes.reshape(8, 32).to(torch.int64)
+    if fmt.table:
+        expected = torch.tensor(fmt.table)[codes]
+    elif fmt.low == 8:
+        expected = codes.to(torch.uint8).view(torch.int8)
+    else:
+        expected = codes - int(kernel_format(fmt)[2])  # type: ignore[call-overload]
+    low = planes.low.reshape(-1, 32).to(torch.int64) & WORD
+    high = (planes.high if planes.high is not None else planes.low.reshape(-1, 32)[:1]).reshape(-1, 32).to(torch.int64)
+    for p in range(4):
+        text = pair_text(kernel_format(fmt), p)
+        row = low[p // 2 if fmt.low == 8 else 0].tolist()
+        for j in range(0, 32, 2):
+            inputs = {"$2": row[j], "$3": row[j + 1], "$4": int(high[0, j]) & WORD, "$5": int(high[0, j + 1]) & WORD}
+            out = run(text, inputs)
+            assert bf16_pair(out["$0"]) == expected[2 * p, j : j + 2].tolist()
+            assert bf16_pair(out["$1"]) == expected[2 * p + 1, j : j + 2].tolist()
+
+
+def test_a_byte_times_a_half_is_exact() -> None:
+    for byte in range(4):
+        for d in torch.tensor([0.0123, -7.5, 6.1e-5, 6e-8, 65504.0]).half().tolist():
+            for value in (0, 1, 63, 128, 255):
+                word = (0x11223344 & ~(255 << 8 * byte)) | value << 8 * byte
+                inputs = {"$1": word, "$2": from_float(d), "$3": from_float(d * -8388608.0)}
+                assert to_float(run(scale_text(byte), inputs)["$0"]) == value * d
+
+
+@pytest.mark.parametrize(
+    "kind", [k for k in Scales if k not in (Scales.DENSE, Scales.BLOCK, Scales.BLOCK_MIN, Scales.E8)]
+)
+def test_groups_find_their_scale_byte(kind: Scales) -> None:
+    groups = 16 if kind in (Scales.K6, Scales.K3, Scales.K2, Scales.NIBBLE16) else 8
+    places = [_place(int(kind), g) for g in range(groups)]
+    assert len(set(places)) == groups
+    assert {b for _, b in places} == {0, 1, 2, 3}
+    assert _bias(int(kind)) == {Scales.K6: 128.0, Scales.K3: 32.0, Scales.X4: 32.0}.get(
+        kind, -0.5 if kind in (Scales.NIBBLE, Scales.NIBBLE16) else 0.0
+    )
+
+
+def test_every_stored_way_is_covered() -> None:
+    ways = {(f.low, f.high, bool(f.table)) for f in (FORMATS[n] for n in QUANTISED)}
+    tested = {(f.low, f.high, bool(f.table)) for f in (FORMATS[n] for n in STORED)}
+    assert ways == tested
