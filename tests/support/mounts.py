@@ -18,6 +18,9 @@ MAKERS = {
     "btrfs": (["mkfs.btrfs", "-q", "-f"], "btrfs-progs"),
 }
 
+#: read before a test's environment is cleaned
+_REQUIRED = bool(os.environ.get("GLM5DEPLOY_REQUIRE_MOUNTS"))
+
 
 def missing_for(kind: str) -> str:
     """Why ``kind`` cannot be mounted here, or nothing."""
@@ -36,7 +39,7 @@ def mounted(kind: str, folder: Path, megabytes: int) -> Iterator[Path]:
     with ``GLM5DEPLOY_REQUIRE_MOUNTS`` set, as in CI, it fails instead."""
     why = missing_for(kind)
     if why:
-        (pytest.fail if os.environ.get("GLM5DEPLOY_REQUIRE_MOUNTS") else pytest.skip)(why)
+        (pytest.fail if _REQUIRED else pytest.skip)(why)
     image, point = folder / f"{kind}.img", folder / kind
     point.mkdir()
     with image.open("wb") as file:
