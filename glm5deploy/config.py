@@ -83,6 +83,12 @@ class ServeConfig:
     custom_all_reduce: Literal["auto", "on", "off"] = "auto"  # auto: off on more than two GPUs without NVLink
     api_key_file: Path | None = None
     ready_timeout: float = 0.0  # seconds; 0 computes one from the bytes to load
+    stall_seconds: float = 300.0  # requests run and nothing is produced for so long: the server hangs
+    restarts: int = 3  # how often in a row a server that hung or died is started again
+    nodes: tuple[str, ...] = ()  # machines that share the model, this one first
+    interface: str = ""  # network device between the machines; "" leaves it to the system
+    master_port: int = 29501  # of the first machine, where the others report
+    remote_shell: tuple[str, ...] = ()  # what reaches another machine; () is ssh, ("none",) prints what to run there
     extra: tuple[str, ...] = ()
 
 

@@ -20,6 +20,7 @@ class GpuState:
     free: int
     cc: str
     processes: tuple[tuple[int, int], ...] = ()
+    busy_percent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,17 @@ def _read(nvml: Any) -> Driver:
                 free=memory.free,
                 cc=f"{major}.{minor}",
                 processes=tuple((p.pid, p.usedGpuMemory or 0) for p in _processes(nvml, handle)),
+                busy_percent=_busy(nvml, handle),
             )
         )
     return Driver(nvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}", tuple(gpus))
+
+
+def _busy(nvml: Any, handle: Any) -> int:
+    try:
+        return int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    except nvml.NVMLError:  # not offered by every GPU, nor under MIG
+        return 0
 
 
 def _processes(nvml: Any, handle: Any) -> list[Any]:
@@ -73,6 +82,20 @@ def _processes(nvml: Any, handle: Any) -> list[Any]:
         return list(nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     except nvml.NVMLError:  # not permitted in some containers
         return []
+
+
+def describe(driver: Driver | None) -> str:
+    """A text about every GPU, for a person who was not there."""
+    if driver is None:
+        return "no NVIDIA driver answers"
+    lines = [f"driver {driver.version}, CUDA {driver.cuda}"]
+    for gpu in driver.gpus:
+        processes = ", ".join(f"{pid} ({used >> 20} MiB)" for pid, used in gpu.processes) or "none"
+        lines.append(
+            f"GPU {gpu.index} {gpu.name} {gpu.uuid}: {gpu.free >> 20} of {gpu.memory >> 20} MiB free, "
+            f"{gpu.busy_percent} % busy, processes {processes}"
+        )
+    return "\n".join(lines)
 
 
 def visible(gpus: tuple[GpuState, ...], environment: Mapping[str, str] = os.environ) -> tuple[GpuState, ...]:

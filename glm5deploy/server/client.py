@@ -77,10 +77,10 @@ class Client:
         lengths = [(str(entry.get("id")), entry.get("max_model_len")) for entry in models]
         return {name: length if type(length) is int else 0 for name, length in lengths}
 
-    def metrics(self) -> str:
+    def metrics(self, timeout: float = 10.0) -> str:
         """Prometheus text."""
         try:
-            response = self._http.get("/metrics", timeout=10.0)
+            response = self._http.get("/metrics", timeout=timeout)
         except httpx.HTTPError as error:
             raise RequestFailed(f"GET /metrics: {_reason(error)}") from None
         return response.text

@@ -208,9 +208,9 @@ def _variables(settings: ServeSettings, model: ModelFacts) -> dict[str, tuple[st
         variables["VLLM_USE_FLASHINFER_SAMPLER"] = ("0", "its first use compiles for two minutes")
         return variables
     variables["VLLM_CPU_KVCACHE_SPACE"] = (str(settings.cpu_kv_gib), "GiB a rank for the KV cache")
-    if settings.tp > 1:
+    if settings.local_ranks > 1:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = (
-            cpu_binding(settings.cpu_cores, settings.tp),
+            cpu_binding(settings.cpu_cores, settings.local_ranks),
             "cores of each rank; without it vLLM wants a NUMA node for each",
         )
     return variables

@@ -29,7 +29,7 @@ def check_host(settings: ServeSettings, model: ModelFacts, log: Path, key: ApiKe
         check_exposure(settings, key),
         check_log(log),
         check_open_files(),
-        check_shared_memory(settings.tp * settings.pp),
+        check_shared_memory(settings.local_ranks),
     ]
     if settings.device == "cpu":
         checks.append(check_memory(settings, model))
@@ -120,7 +120,7 @@ def check_shared_memory(ranks: int) -> Check:
 def check_memory(settings: ServeSettings, model: ModelFacts) -> Check:
     """The CPU engine holds weights in ``dtype`` (at least twice the GGUF's bytes) and a KV cache a rank."""
     free = min(psutil.virtual_memory().available, _cgroup_free())
-    wanted = 2 * model.weight_bytes + settings.tp * settings.cpu_kv_gib * _GIB
+    wanted = 2 * model.weight_bytes + settings.local_ranks * settings.cpu_kv_gib * _GIB
     if free < wanted:
         return Check(
             "memory",

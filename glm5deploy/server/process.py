@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -36,6 +36,8 @@ class ServerProcess:
     ) -> None:
         self.log = log
         self.grace = grace
+        self.beside: Callable[[], None] = lambda: None
+        """Called by :meth:`check`, to raise for what must run beside the server."""
         self._stopped = False
         rotate_logs(log)
         with log.open("ab") as output:
@@ -65,6 +67,7 @@ class ServerProcess:
 
     def check(self, wait: float = 0.0) -> None:
         """Raise ServerExited when the server is no longer running, or stops running within ``wait`` seconds."""
+        self.beside()
         try:
             code = self._process.wait(wait)
         except subprocess.TimeoutExpired:

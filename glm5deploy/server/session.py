@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,14 +15,15 @@ from glm5deploy.server.client import Client, RequestFailed
 from glm5deploy.server.command import TRITON_BACKEND, ServeCommand
 from glm5deploy.server.diagnosis import bare, read_tail
 from glm5deploy.server.evidence import STATUS_VARIABLE, IndexerCount, clear_counts, read_indexer_counts, read_running
+from glm5deploy.server.incident import explain, save_incident
 from glm5deploy.server.model_facts import ModelFacts
-from glm5deploy.server.process import ServerProcess
+from glm5deploy.server.process import ServerExited, ServerProcess
 from glm5deploy.server.readiness import CheckResult, NoAnswer, NotReady, prove_answers, wait_for_health
 from glm5deploy.server.settings import ServeSettings
 from glm5deploy.server.state import ServerState, remove_state, start_time, write_state
+from glm5deploy.server.watchdog import Stalled, watch
 
 _WHOLE_LOG = 16 << 20  # bytes; a start writes far less
-_POLL = 0.5
 _LAST_WORDS = 5.0  # seconds for a server whose engine died to end as well
 _COUNTER_INTERVAL = 0.5  # seconds; a worker writes its counters five times a second at most
 
@@ -34,11 +35,14 @@ class Places:
     log: Path
     state: Path
     counters: Path
+    incidents: Path
 
     @classmethod
     def of(cls, workdir: Path) -> Places:
         private = workdir / ".glm5deploy"
-        return cls(workdir / "logs" / "serve.log", private / "server.json", private / "indexer")
+        return cls(
+            workdir / "logs" / "serve.log", private / "server.json", private / "indexer", workdir / "logs" / "incidents"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,10 @@ class ReadyReport:
         return f"{self.backend}, KV cache {self.kv_dtype}, {counted}; {checks}"
 
 
+def no_gpus() -> str:
+    return "no GPUs were looked at"
+
+
 @dataclass(frozen=True, slots=True)
 class RunningServer:
     """A server that is ready; ``process.check()`` raises when it has ended."""
@@ -76,6 +84,8 @@ class RunningServer:
     key: ApiKey | None
     process: ServerProcess
     report: ReadyReport
+    incidents: Path
+    gpu_state: Callable[[], str] = no_gpus
 
     @property
     def base_url(self) -> str:
@@ -87,13 +97,20 @@ class RunningServer:
         return self.settings.name
 
     def wait(self) -> None:
-        """Wait until Ctrl-C or SIGTERM; raise ServerExited when the server ends before."""
+        """Watch the server until Ctrl-C or SIGTERM.
+
+        Raises ServerExited or Stalled, after what can be known about it was saved, with the folder in the message.
+        """
         try:
-            while True:
-                self.process.check()
-                time.sleep(_POLL)
+            with self.client() as client:
+                watch(self.process, client, self.settings.stall_seconds)
         except KeyboardInterrupt:
             return
+        except (ServerExited, Stalled) as failure:
+            living = [pid for pid in self.process.members() if pid != self.process.session]
+            place = save_incident(self.incidents, failure.message, self.process.log, living, self.gpu_state())
+            told = "".join(f"\n  {line}" for line in explain(place))
+            raise type(failure)(f"{failure.message}{told}\n  saved in {place}", hint=failure.hint) from None
 
     def client(self, timeout: float = 300.0) -> Client:
         return Client(self.settings.base_url, self.settings.name, self.key.value if self.key else None, timeout)
@@ -107,9 +124,14 @@ def serving(
     places: Places,
     key: ApiKey | None,
     progress: ProgressSink,
+    *,
+    beside: Callable[[], None] = lambda: None,
+    gpu_state: Callable[[], str] = no_gpus,
 ) -> Iterator[RunningServer]:
     """Start the server, wait until it has answered, yield it, stop it.
 
+    ``beside`` is called every now and then and may raise for what must run beside the server, as other machines' parts;
+    ``gpu_state`` is asked for a text about the GPUs when the server hangs or dies.
     Raises ServerExited or NotReady; whatever happens, no process of the server is left.
     """
     clear_counts(places.counters)
@@ -118,11 +140,12 @@ def serving(
         with ServerProcess(
             counted, places.log, secrets=key.variables if key else None, grace=settings.stop_grace
         ) as process:
+            process.beside = beside
             state = _state(process, settings, key)
             write_state(places.state, state)
             report = _prove(process, settings, model, places, key, progress)
             write_state(places.state, replace(state, phase="ready"))
-            yield RunningServer(settings, key, process, report)
+            yield RunningServer(settings, key, process, report, places.incidents, gpu_state)
     finally:
         remove_state(places.state)
 

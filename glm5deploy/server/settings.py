@@ -35,8 +35,9 @@ OWN_FLAGS: dict[str, str] = {
 class ServeSettings:
     """Everything from which the command of a server follows.
 
-    ``context`` is in tokens (None: what the model says), ``cpu_kv_gib`` in GiB, ``ready_timeout`` and ``stop_grace`` in
-    seconds. ``reasoning_parser`` and ``tool_parser`` are a name of vLLM's registries, ``"auto"`` or ``"none"``.
+    ``context`` is in tokens (None: what the model says), ``cpu_kv_gib`` in GiB, ``ready_timeout``, ``stop_grace`` and
+    ``stall_seconds`` in seconds. ``reasoning_parser`` and ``tool_parser`` are a name of vLLM's registries, ``"auto"``
+    or ``"none"``.
     ``mtp`` is the number of draft tokens a step, 0 for none. ``extra`` is handed to vLLM as it is.
     """
 
@@ -44,6 +45,7 @@ class ServeSettings:
     device: Device
     tp: int = 1
     pp: int = 1
+    machines: int = 1
     host: str = "127.0.0.1"
     port: int = 8000
     name: str = "glm-5"
@@ -62,6 +64,7 @@ class ServeSettings:
     cpu_cores: tuple[int, ...] = ()
     ready_timeout: float = 600.0
     stop_grace: float = 20.0
+    stall_seconds: float = 300.0
     cache_dir: Path | None = None
     api_key_protected: bool = False
     extra: tuple[str, ...] = ()
@@ -80,8 +83,8 @@ class ServeSettings:
             raise UsageError(f"--gpu-memory {self.gpu_memory}: the fraction lies above 0 and at most at 1")
         if self.device == "cpu" and self.cpu_kv_gib < 1:
             raise UsageError(f"cpu_kv_gib {self.cpu_kv_gib}: vLLM counts the CPU's KV cache in whole GiB, at least 1")
-        if self.ready_timeout <= 0 or self.stop_grace <= 0:
-            raise UsageError("ready and stop time limits must be positive seconds")
+        if min(self.ready_timeout, self.stop_grace, self.stall_seconds) <= 0:
+            raise UsageError("time limits for ready, stop and stall must be positive seconds")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}", self.name):
             raise UsageError(
                 f"served model name {self.name!r}: letters, digits and . _ / : - only, at most 128, "
@@ -89,6 +92,11 @@ class ServeSettings:
             )
         _check_host(self.host)
         _check_extra(self.extra)
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks that run on this machine; with several machines each runs as many."""
+        return self.tp * self.pp // self.machines
 
     @property
     def loopback_only(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from glm5deploy.checks import Check
 from glm5deploy.hardware.gpu_checks import check_driver, check_gpus
-from glm5deploy.hardware.nvml import Driver, GpuState, read_driver, visible
+from glm5deploy.hardware.nvml import Driver, GpuState, describe, read_driver, visible
 from glm5deploy.hardware.topology import (
     PcieSettings,
     Topology,
@@ -47,6 +47,11 @@ def read_machine(environment: Mapping[str, str] = os.environ) -> Machine:
     driver = read_driver()
     gpus = visible(driver.gpus, environment) if driver else ()
     return Machine(driver, gpus, read_topology(), read_pcie())
+
+
+def gpu_state() -> str:
+    """A text about the GPUs right now."""
+    return describe(read_driver())
 
 
 def gpu_checks(machine: Machine, ranks: int) -> list[Check]:

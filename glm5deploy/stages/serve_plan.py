@@ -41,7 +41,8 @@ class ServePlan:
 
     @property
     def ranks(self) -> int:
-        return self.settings.tp * self.settings.pp
+        """Ranks that run on this machine."""
+        return self.settings.local_ranks
 
     def all_checks(self, *, remember: bool) -> list[Check]:
         """Quick ones first, vLLM is asked last; ``remember`` keeps its answer. Raises DeployError with what it says."""
@@ -100,6 +101,7 @@ def _settings(
         device=device,
         tp=serve.tp,
         pp=serve.pp,
+        machines=len(serve.nodes) or 1,
         host=serve.host,
         port=serve.port,
         name=config.serve.name or served_name(config.model.repo),
@@ -118,6 +120,7 @@ def _settings(
         cpu_kv_gib=int(kv_space) if kv_space.isdigit() and int(kv_space) else 1,
         cpu_cores=tuple(sorted(os.sched_getaffinity(0))),
         ready_timeout=serve.ready_timeout or _BASE_SECONDS + model.weight_bytes / _SLOW_DISK,
+        stall_seconds=serve.stall_seconds,
         extra=serve.extra,
     )
 

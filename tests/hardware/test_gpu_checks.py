@@ -125,14 +125,21 @@ class Nvml:
     def nvmlDeviceGetName(self, _: int) -> str:
         return "NVIDIA H200"
 
+    def nvmlDeviceGetUtilizationRates(self, _: int) -> SimpleNamespace:
+        return SimpleNamespace(gpu=93)
+
     def nvmlDeviceGetComputeRunningProcesses(self, _: int) -> list[SimpleNamespace]:
         return [SimpleNamespace(pid=7, usedGpuMemory=None)]
 
 
 def test_what_nvml_tells() -> None:
     assert nvml._read(Nvml()) == Driver(
-        "570.86.15", "12.8", (GpuState(0, "GPU-1", "H200", 80 * GIB, 79 * GIB, "9.0", ((7, 0),)),)
+        "570.86.15", "12.8", (GpuState(0, "GPU-1", "H200", 80 * GIB, 79 * GIB, "9.0", ((7, 0),), 93),)
     )
+    assert nvml.describe(nvml._read(Nvml())) == (
+        "driver 570.86.15, CUDA 12.8\nGPU 0 H200 GPU-1: 80896 of 81920 MiB free, 93 % busy, processes 7 (0 MiB)"
+    )
+    assert nvml.describe(None) == "no NVIDIA driver answers"
 
 
 def test_a_container_that_hides_processes() -> None:
@@ -140,4 +147,8 @@ def test_a_container_that_hides_processes() -> None:
         def nvmlDeviceGetComputeRunningProcesses(self, _: int) -> list[SimpleNamespace]:
             raise self.NVMLError("not permitted")
 
-    assert nvml._read(Hidden()).gpus[0].processes == ()
+        def nvmlDeviceGetUtilizationRates(self, _: int) -> SimpleNamespace:
+            raise self.NVMLError("not supported")
+
+    gpu = nvml._read(Hidden()).gpus[0]
+    assert (gpu.processes, gpu.busy_percent) == ((), 0)

@@ -5,7 +5,8 @@ Run as a script: ``http_child.py PORT MODE``. It listens like vLLM, starts a wor
 gets healthy; ``stubborn`` ignores SIGTERM, and so does its worker; ``silent`` is healthy and never answers a question;
 ``wrong`` answers every question with the same nonsense; ``leave`` ends by itself and leaves its worker behind;
 ``dense`` answers, but its indexer leaves nothing out; ``uncounted`` answers without an indexer; ``dies`` ends when it
-is asked a question.
+is asked a question. On ``/metrics`` ``stall`` has a request running and counters that stand still, ``busy`` has one
+running and counters that move.
 """
 
 from __future__ import annotations
@@ -53,8 +54,23 @@ class Handler(BaseHTTPRequestHandler):
         healthy = self.mode != "hang" and (self.mode != "slow" or time.monotonic() - self.begun > 2)
         if self.path == "/health":
             self._send(200 if healthy else 503, {})
+        elif self.path == "/metrics":
+            self._metrics()
         else:
             self._send(200, reply_to(self.path, {}, self.mode))
+
+    def _metrics(self) -> None:
+        running = int(self.mode in ("stall", "busy"))
+        moved = time.monotonic() if self.mode == "busy" else 17.0
+        text = (
+            "# HELP vllm:num_requests_running Number of requests\n"
+            f'vllm:num_requests_running{{engine="0",model_name="tiny"}} {running}.0\n'
+            f'vllm:generation_tokens_total{{engine="0",model_name="tiny"}} {moved}\n'
+        ).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
 
     def do_POST(self) -> None:
         if self.mode == "silent" and self.path != "/tokenize":
