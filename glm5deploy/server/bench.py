@@ -111,16 +111,21 @@ class Bench:
 
     def wave(self, concurrency: int, prompt: int) -> list[Trace]:
         """``concurrency`` requests of ``prompt`` tokens sent at the same moment, each on its own connection."""
-        prompts = [self.prompt(prompt) for _ in range(concurrency)]
+        bodies = [self._body(self.prompt(prompt)) for _ in range(concurrency)]
+        clients = [self.target.connect() for _ in range(concurrency)]
         start = threading.Barrier(concurrency)
 
-        def one(ids: list[int]) -> Trace:
-            with self.target.connect() as http:
-                start.wait()
-                return measure(http, self._body(ids))
+        def one(http: httpx.Client, body: dict[str, Any]) -> Trace:
+            start.wait()
+            return measure(http, body)
 
         with ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(one, prompts))
+            try:
+                return list(pool.map(one, clients, bodies))
+            finally:
+                # After a failure or Ctrl-C the other answers are not waited for: their connections go.
+                for client in clients:
+                    client.close()
 
     def prompt(self, tokens: int) -> list[int]:
         """Exactly ``tokens`` ids: sentences in random order, so that two prompts share no beginning."""

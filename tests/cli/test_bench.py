@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,19 @@ def test_counts() -> None:
     for text in ("", "0", "1,,2", "-1", "1.5k", "99999999"):
         with pytest.raises(UsageError):
             parse_counts(text, "--prompt")
+
+
+def test_ctrl_c_does_not_wait_for_long_answers(tmp_path: Path) -> None:
+    options = ("--concurrency", "4", "--prompt", "8", "--output", "5000")
+    with StreamingServer(Pace(first=0, between=0.05)) as server:
+        command = [sys.executable, "-m", "glm5deploy.cli.app", "bench", "--url", server.url, *options]
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while len(server.pace.requests) < 1:
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "interrupted" in told
+    assert "Traceback" not in told

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from glm5deploy.errors import DeployError, UsageError
-from glm5deploy.hardware.gpus import MIB, SUPPORTED_CC, find_gpu, known_gpus, parse_gpus, parse_smi
+from glm5deploy.hardware.gpus import MIB, SUPPORTED_CC, detect_gpus, find_gpu, known_gpus, parse_gpus, parse_smi
 
 
 @pytest.mark.parametrize(
@@ -83,3 +83,10 @@ def test_the_drivers_own_answer() -> None:
 def test_machines_that_cannot_be_planned_for(answer: str, words: str) -> None:
     with pytest.raises(DeployError, match=words):
         parse_smi(answer)
+
+
+def test_a_machine_without_a_driver_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(DeployError, match="no NVIDIA GPU was found") as caught:
+        detect_gpus()
+    assert '--gpus "8x RTX PRO 6000"' in str(caught.value.hint)
