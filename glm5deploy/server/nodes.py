@@ -25,22 +25,22 @@ _HOST = re.compile(r"(?:(?P<user>[a-z_][a-z0-9_-]{0,31})@)?(?P<host>[A-Za-z0-9](
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """``login`` is what ssh gets (``user@host``), ``address`` the IP address at which the other machines reach it."""
+    """``login`` is what ssh gets (``user@host``), ``address`` the IP address at which the other machines reach it,
+    ``interface`` its network device with that address, "" where nobody knows it: then the system chooses."""
 
     rank: int
     login: str
     address: str
+    interface: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The machines in rank order. ``interface`` is the network device between them, "" where the system's choice is
-    right; ``local_ranks`` is how many ranks each machine runs."""
+    """The machines in rank order; ``local_ranks`` is how many ranks each of them runs."""
 
     nodes: tuple[Node, ...]
     local_ranks: int
     master_port: int = MASTER_PORT
-    interface: str = ""
 
     def command(self, node: Node, base: ServeCommand) -> ServeCommand:
         """``base`` as ``node`` has to run it."""
@@ -67,9 +67,9 @@ class Cluster:
             start = (*launcher, *base.vllm_arguments)
             base = replace(base, launcher=launcher)
         env = {**base.env, "VLLM_HOST_IP": node.address}
-        if self.interface:
+        if node.interface:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                env[name] = self.interface
+                env[name] = node.interface
                 reasons[name] = "the network device between the machines"
         return replace(base, argv=(*start, *flags), env=env, reasons={**base.reasons, **reasons})
 
@@ -91,11 +91,11 @@ def make_cluster(
         raise UsageError(f"master port {master_port}: a port lies between 1024 and 65535")
     if interface and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@:-]{0,30}", interface):
         raise UsageError(f"network device {interface!r} is no name of one")
-    nodes = tuple(Node(rank, login, look_up(login.rpartition("@")[2])) for rank, login in enumerate(logins))
+    nodes = tuple(Node(rank, login, look_up(login.rpartition("@")[2]), interface) for rank, login in enumerate(logins))
     addresses = [node.address for node in nodes]
     if len(set(addresses)) < len(addresses):
         raise UsageError(f"two of the machines have the same address: {', '.join(addresses)}")
-    return Cluster(nodes, world // len(nodes), master_port, interface)
+    return Cluster(nodes, world // len(nodes), master_port)
 
 
 def crosses_machines(cluster: Cluster, tp: int) -> bool:

@@ -24,9 +24,8 @@ from tests.support.serving import facts, settings, write_model_folder
 PATTERN = "FFFSSSFSSS"
 
 
-def cluster(**changes: object) -> Cluster:
-    nodes = (Node(0, "ops@a", "10.0.0.1"), Node(1, "b", "10.0.0.2"))
-    return replace(Cluster(nodes, 8, 29501, ""), **changes)  # type: ignore[arg-type]
+def cluster() -> Cluster:
+    return Cluster((Node(0, "ops@a", "10.0.0.1"), Node(1, "b", "10.0.0.2")), 8)
 
 
 def base() -> ServeCommand:
@@ -35,7 +34,7 @@ def base() -> ServeCommand:
 
 
 def test_the_first_machine_has_the_api_and_the_second_joins_headless() -> None:
-    first, second = (cluster(interface="ib0").command(node, base()) for node in cluster().nodes)
+    first, second = (cluster().command(replace(node, interface="ib0"), base()) for node in cluster().nodes)
     shared = ("--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "29501")
     shared += ("--distributed-executor-backend", "mp")
     common = base().argv
@@ -119,6 +118,7 @@ def test_a_machine_equals_itself(folder: Path) -> None:
     assert here.weights == {str(folder.parent / "w.gguf"): 100}
     assert set(here.model) == {path.name for path in folder.iterdir()}
     assert here.versions["glm5deploy"]
+    assert here.devices["127.0.0.1"] == "lo"
     assert differences(here, here, 1, gpus=False) == []
 
 
@@ -126,14 +126,14 @@ def test_every_difference_is_named(folder: Path) -> None:
     here = parse_report(json.dumps(collect(folder)))
     weights = str(folder.parent / "w.gguf")
     there = NodeReport(
-        "3.12.1", {**here.versions, "torch": "1.0"}, {**here.model, "config.json": "0"}, {weights: 99}, 4
+        "3.12.1", {**here.versions, "torch": "1.0"}, {**here.model, "config.json": "0"}, {weights: 99}, 4, {}
     )
     found = differences(here, there, 8, gpus=True)
     assert len(found) == 5
     for words in ("torch is 1.0, here it is", "Python is 3.12.1", "differs in config.json", "has 99 bytes, not 100"):
         assert any(words in difference for difference in found), words
     assert "it has 4 GPUs, 8 ranks are to run there" in found
-    bare = NodeReport(here.python, here.versions, {}, {}, 8)
+    bare = NodeReport(here.python, here.versions, {}, {}, 8, {})
     assert differences(here, bare, 8, gpus=True) == ["the model folder is not there", f"{weights} is missing"]
 
 

@@ -29,7 +29,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
     """Two namespaces with a cable between them and no other way out. Needs root."""
     tag = f"g5d{os.getpid() % 100_000}"
     machines = tuple(
-        Machine(f"{tag}{side}", f"10.219.{os.getpid() % 250}.{number}", f"{tag}{side}")
+        Machine(f"{tag}{side}", f"10.219.{os.getpid() % 250}.{number}", f"cable{number}")
         for number, side in ((1, "a"), (2, "b"))
     )
     first, second = machines
