@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import runpy
 import struct
 import tracemalloc
+from pathlib import Path
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from glm5deploy.errors import FileFormatError
 from glm5deploy.gguf_files.header import parse_header
+from tests.support.data import REPOSITORY
 from tests.support.gguf_factory import encode, small_model
 
 WHOLE = encode(small_model(layers=2).pairs, small_model(layers=2).tensors, 32)
@@ -74,3 +77,14 @@ def test_many_tiny_strings_cost_a_few_times_the_file() -> None:
     count = 50_000
     array = struct.pack("<IIQ", 9, 8, count) + bytes(8 * count)
     read_everything(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + array + bytes(64))
+
+
+def test_the_seeds_of_the_longer_fuzzing_are_sound(tmp_path: Path) -> None:
+    """scripts/fuzz_header.py starts from files that read without an error, whatever happens to it meanwhile."""
+    target = runpy.run_path(str(REPOSITORY / "scripts" / "fuzz_header.py"))
+    target["write_seeds"](tmp_path)
+    seeds = sorted(tmp_path.iterdir())
+    assert len(seeds) == 5
+    for seed in seeds:
+        target["read"](seed.read_bytes())
+        target["one_input"](seed.read_bytes()[:-1])
