@@ -10,7 +10,9 @@ from __future__ import annotations
 LOAD_FORMAT = "glm5_gguf"
 QUANTIZATION = "glm5_gguf"
 BACKEND = "GLM5_TRITON_SPARSE"
+PACKED = "fp8_ds_mla"  # vLLM's name of the cache that packs a token's latent row into 656 bytes
 ARCHITECTURE = "GlmMoeDsaForCausalLM"
+DRAFT_ARCHITECTURE = "DeepseekV32MTPModel"  # what vLLM calls the MTP block of this architecture
 
 
 def register() -> None:

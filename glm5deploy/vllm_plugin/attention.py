@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionBackend, MLAAttentionImpl
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
 
 from glm5deploy.kernels.reference import slots_from_positions, sparse_mla
-from glm5deploy.vllm_plugin import BACKEND
+from glm5deploy.vllm_plugin import BACKEND, PACKED, cpu
 from glm5deploy.vllm_plugin.metadata import SparseMetadata, SparseMetadataBuilder
 
 
@@ -18,7 +18,7 @@ class Glm5SparseBackend(AttentionBackend):
     """Sparse MLA over a latent cache of 576 values a token, on a CPU (torch) and on GPUs."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", PACKED]
 
     @staticmethod
     def get_name() -> str:
@@ -86,6 +86,9 @@ class Glm5SparseImpl(MLAAttentionImpl[SparseMetadata], SharedTopkIndicesBuffer):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank = mla_args["kv_lora_rank"]
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
+        self._owns_selection = indexer is not None
+        if kv_cache_dtype == PACKED and cpu.is_cpu():
+            raise ValueError(f"the CPU engine has no {PACKED} cache; use --kv-cache-dtype auto")
 
     def record_logical_topk_ready(self) -> None:
         """Called by vLLM between indexer and attention; both run on one stream here."""
@@ -98,11 +101,19 @@ class Glm5SparseImpl(MLAAttentionImpl[SparseMetadata], SharedTopkIndicesBuffer):
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """q [T, H, 576] (or its latent and RoPE parts) over cache [blocks, block size, 576] -> out [T, H, 512]."""
-        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        tokens, block_size = query.shape[0], kv_c_and_k_pe_cache.shape[1]
+        first = q[0] if isinstance(q, tuple) else q
+        tokens, block_size = first.shape[0], kv_c_and_k_pe_cache.shape[1]
         selected = self.topk_indices_buffer
         assert selected is not None
         rows, block_stride = flat_kv_row_view(kv_c_and_k_pe_cache, block_size)
+        if first.is_cuda:
+            from glm5deploy.vllm_plugin import device
+
+            slots, counts = device.resolve_slots(
+                selected[:tokens], attn_metadata, block_size, block_stride, fresh=self._owns_selection
+            )
+            return device.attend(q, rows, slots, counts, self.scale)
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         slots, _ = slots_from_positions(
             selected[:tokens],
             attn_metadata.request_of_token[:tokens],
@@ -129,8 +140,10 @@ class Glm5SparseImpl(MLAAttentionImpl[SparseMetadata], SharedTopkIndicesBuffer):
         """
         if kv_cache.numel() == 0:
             return
-        if kv_cache.device.type != "cpu":
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *newer)
+        if kv_cache.is_cuda:
+            from glm5deploy.vllm_plugin import device
+
+            device.store_latent(kv_c_normed, k_pe.flatten(1), slot_mapping.flatten(), kv_cache)
             return
         slots = slot_mapping.flatten()
         keep = slots >= 0

@@ -26,6 +26,7 @@ REQUIRED_SYMBOLS = (
     ("vllm.model_executor.layers.linear", "UnquantizedLinearMethod"),
     ("vllm.model_executor.models.config", "MODELS_CONFIG_MAP"),
     ("vllm.model_executor.models.deepseek_v2", "GlmMoeDsaForCausalLM.load_weights"),
+    ("vllm.model_executor.models.deepseek_mtp", "DeepSeekMTP.load_weights"),
     ("vllm.model_executor.models.deepseek_v2", "Indexer"),
     ("vllm.model_executor.models.deepseek_v2", "GateLinear"),
     ("vllm.model_executor.models.deepseek_v2", "DeepseekV32IndexerCache.get_kv_cache_spec"),
@@ -40,6 +41,7 @@ REQUIRED_SYMBOLS = (
     ("vllm.utils.torch_utils", "_encode_layer_name"),
     ("vllm.compilation.breakable_cudagraph", "eager_break_during_capture"),
     ("vllm.forward_context", "get_forward_context"),
+    ("vllm.config", "CompilationConfig._attention_ops"),
     ("vllm.platforms.cpu", "CpuPlatform.get_attn_backend_cls"),
     ("vllm.platforms.cpu", "CpuPlatform.check_and_update_config"),
 )
@@ -99,3 +101,13 @@ def portable_model_parts(**replacements: type) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(module, name, original)
+
+
+def split_graphs_at(operation: str) -> None:
+    """Keep ``operation`` out of piecewise CUDA graphs: like attention, it depends on the step's metadata.
+
+    vLLM keeps the names of such operations in a class attribute that it copies into every compilation's settings.
+    """
+    operations: list[str] = resolve("vllm.config", "CompilationConfig._attention_ops")
+    if operation not in operations:
+        operations.append(operation)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from glm5deploy.vllm_plugin import ARCHITECTURE, BACKEND, LOAD_FORMAT, cpu, registration
+from glm5deploy.vllm_plugin import ARCHITECTURE, BACKEND, LOAD_FORMAT, compat, cpu, registration
 
 MODEL_CLASS = "glm5deploy.vllm_plugin.model:Glm5ForCausalLM"
 BLOCK_SIZE = 64  # tokens a cache block
@@ -35,6 +35,7 @@ def prepare(vllm_config: Any) -> None:
                 f"{BACKEND} does not support {what}: a rank would select from its own shard of the context only. "
                 "Use tensor parallelism, or name one of vLLM's backends with --attention-backend."
             )
+    compat.split_graphs_at("vllm::glm5_select")
     vllm_config.attention_config.backend = registration.attention_backend()
     vllm_config.model_config.model_class_overrides[ARCHITECTURE] = MODEL_CLASS
 

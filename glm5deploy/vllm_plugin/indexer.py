@@ -13,9 +13,9 @@ from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backend import AttentionBackend
 
 from glm5deploy.kernels.layout import INDEX_KEY_BYTES
-from glm5deploy.kernels.reference import quantise_fp8
-from glm5deploy.vllm_plugin import selection
-from glm5deploy.vllm_plugin.metadata import SparseMetadataBuilder
+from glm5deploy.kernels.reference import rope_interleaved
+from glm5deploy.vllm_plugin import PACKED, cpu, selection
+from glm5deploy.vllm_plugin.metadata import IndexMetadataBuilder
 
 
 class Glm5IndexerBackend(AttentionBackend):
@@ -30,8 +30,8 @@ class Glm5IndexerBackend(AttentionBackend):
         raise RuntimeError("the indexer's key cache has no attention implementation")
 
     @staticmethod
-    def get_builder_cls() -> type[SparseMetadataBuilder]:
-        return SparseMetadataBuilder
+    def get_builder_cls() -> type[IndexMetadataBuilder]:
+        return IndexMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
@@ -66,6 +66,8 @@ class Glm5Indexer(nn.Module):
         self.head_dim = config.index_head_dim
         self.rope_dim = config.qk_rope_head_dim
         self.topk_indices_buffer = topk_indices_buffer
+        if not cpu.is_cpu():
+            _reserve(vllm_config, config)
         self.factor = self.head_dim**-0.5 * self.n_head**-0.5
         self.wq_b = ReplicatedLinear(
             q_lora_rank, self.head_dim * self.n_head, bias=False, quant_config=quant_config, prefix=f"{prefix}.wq_b"
@@ -88,14 +90,50 @@ class Glm5Indexer(nn.Module):
         q = self.wq_b(qr)[0].view(-1, self.n_head, self.head_dim)
         key, weights = self.wk_weights_proj(hidden_states)[0].split([self.head_dim, self.n_head], dim=-1)
         key = self.k_norm(key)
-        rest = self.head_dim - self.rope_dim
-        q_rope, q_rest = q.split([self.rope_dim, rest], dim=-1)
-        k_rope, k_rest = key.split([self.rope_dim, rest], dim=-1)
-        q_rope, k_rope = rotary_emb(positions, q_rope, k_rope.unsqueeze(1))
-        q = torch.cat((q_rope.reshape(-1, self.n_head, self.rope_dim), q_rest), dim=-1)
-        key = torch.cat((k_rope.reshape(-1, self.rope_dim), k_rest), dim=-1)
-        q_fp8, q_scale = quantise_fp8(q)
-        folded = weights * q_scale * self.factor
+        cos_sin = rotary_emb.cos_sin_cache
+        if rotary_emb.is_neox_style:
+            q, key = _adjacent_pairs(q, self.rope_dim), _adjacent_pairs(key, self.rope_dim)
+        rotated = rope_interleaved(key[:, : self.rope_dim], positions, cos_sin).to(key.dtype)
+        key = torch.cat((rotated, key[:, self.rope_dim :]), dim=-1)
         selection.OP(
-            q_fp8, key, folded, self.topk_indices_buffer, self.topk_tokens, _encode_layer_name(self.k_cache.prefix)
+            q,
+            key,
+            weights,
+            positions,
+            cos_sin,
+            self.factor,
+            self.topk_indices_buffer,
+            self.topk_tokens,
+            _encode_layer_name(self.k_cache.prefix),
         )
+
+
+def _adjacent_pairs(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Reorder the first ``width`` dimensions so that half-split RoPE becomes interleaved RoPE.
+
+    Scores of query and key do not depend on the order of their dimensions as long as both have the same.
+    """
+    first, second = x[..., :width].chunk(2, dim=-1)
+    return torch.cat((torch.stack((first, second), dim=-1).flatten(-2), x[..., width:]), dim=-1)
+
+
+def _reserve(vllm_config: Any, config: Any) -> None:
+    """Make the GPU's scratch memory while the model is built, so that vLLM's memory profile counts it."""
+    from glm5deploy.kernels.warmup import Serving
+    from glm5deploy.vllm_plugin import device
+
+    speculative = vllm_config.speculative_config
+    device.reserve(
+        Serving(
+            heads=config.num_attention_heads // vllm_config.parallel_config.tensor_parallel_size,
+            index_heads=config.index_n_heads,
+            topk=config.index_topk,
+            max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            max_length=vllm_config.model_config.max_model_len,
+            block_size=vllm_config.cache_config.block_size,
+            packed=vllm_config.cache_config.cache_dtype == PACKED,
+            dtype=vllm_config.model_config.dtype,
+            max_next_n=1 + (speculative.num_speculative_tokens if speculative else 0),
+        ),
+        torch.device("cuda"),
+    )

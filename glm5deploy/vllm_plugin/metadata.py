@@ -16,6 +16,23 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from glm5deploy.vllm_plugin.score_plan import Chunk, plan_chunks
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """A chunk of prefilling rows with its device numbers.
+
+    ``cumulative`` int32 [requests + 1]: first gathered key of each request; ``starts`` and ``ends`` int32 [rows]: the
+    gathered keys that a row may see.
+    """
+
+    chunk: Chunk
+    cumulative: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
 
 
 @dataclass
@@ -41,6 +58,10 @@ class SparseMetadata(AttentionMetadata):
     num_decodes: int
     num_decode_tokens: int
     num_prefills: int = 0
+    # What the indexer scores on a GPU: rows of decoding requests over the paged cache, the rest in chunks.
+    scored_decodes: int = 0
+    scored_rows: int = 0
+    chunks: tuple[PlannedChunk, ...] = ()
     # Fields that vLLM's MLA layer asks every backend for.
     prefill: None = None
     decode: None = None
@@ -86,6 +107,47 @@ class SparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):
             num_decodes=requests,
             num_decode_tokens=tokens,
         )
+
+
+class IndexMetadataBuilder(SparseMetadataBuilder):
+    """Adds what the indexer's launches on a GPU depend on."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._key_rows = vllm_config.model_config.max_model_len
+        self._topk = vllm_config.model_config.hf_text_config.index_topk
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> SparseMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self.device.type == "cpu":
+            return metadata
+        common = common_attn_metadata
+        decodes, prefills, rows, _ = split_decodes_and_prefills(
+            common, decode_threshold=self.reorder_batch_threshold or 1, require_uniform=True
+        )
+        metadata.scored_decodes, metadata.scored_rows = decodes, rows
+        if prefills:
+            starts, contexts = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound.tolist()
+            contexts = contexts[: common.num_reqs]
+            metadata.chunks = plan_scores(metadata, starts, contexts, decodes, self._key_rows, self._topk)
+        return metadata
+
+
+def plan_scores(
+    metadata: SparseMetadata, starts: list[int], contexts: list[int], first_request: int, key_rows: int, topk: int
+) -> tuple[PlannedChunk, ...]:
+    """:func:`~glm5deploy.vllm_plugin.score_plan.plan_chunks` with the device numbers of each chunk."""
+    planned = []
+    for chunk in plan_chunks(starts, contexts, first_request, key_rows, topk):
+        rows = slice(chunk.first, chunk.last)
+        lengths = metadata.seq_lens[chunk.request : chunk.last_request]
+        cumulative = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
+        torch.cumsum(lengths, dim=0, dtype=torch.int32, out=cumulative[1:])
+        first = cumulative[metadata.request_of_token[rows] - chunk.request]
+        planned.append(PlannedChunk(chunk, cumulative, first, first + metadata.lengths[rows]))
+    return tuple(planned)
 
 
 def _spans(starts: torch.Tensor, seq_lens: torch.Tensor) -> tuple[tuple[int, int, int], ...]:

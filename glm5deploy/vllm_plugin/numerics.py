@@ -98,6 +98,8 @@ def make_case(device: torch.device, dtype: torch.dtype) -> Case:
         num_decodes=len(CONTEXTS),
         num_decode_tokens=tokens,
     )
+    if device.type == "cuda":
+        _prepare_gpu(metadata, starts.tolist(), device, dtype)
     latent = torch.full((total, 2, BLOCK, QK_DIM), torch.nan, dtype=dtype, device=device)[:, 0]
     index = torch.full((total, 2, BLOCK, INDEX_KEY_BYTES), 0x7F, dtype=torch.uint8, device=device)[:, 1]
     return Case(
@@ -111,6 +113,17 @@ def make_case(device: torch.device, dtype: torch.dtype) -> Case:
         q_index=random(tokens, INDEX_HEADS, INDEX_DIM),
         weights=random(tokens, INDEX_HEADS).float(),
     )
+
+
+def _prepare_gpu(metadata: Any, starts: list[int], device: torch.device, dtype: torch.dtype) -> None:
+    """What the model and the metadata builder do in an engine: scratch memory, and the plan of the scores."""
+    from glm5deploy.kernels.warmup import Serving
+    from glm5deploy.vllm_plugin.device import reserve
+    from glm5deploy.vllm_plugin.metadata import plan_scores
+
+    tokens, longest = starts[-1], max(CONTEXTS)
+    reserve(Serving(HEADS, INDEX_HEADS, TOPK, tokens, sum(CONTEXTS), BLOCK, packed=False, dtype=dtype), device)
+    metadata.chunks = plan_scores(metadata, starts, list(CONTEXTS), 0, longest, TOPK)
 
 
 def _select(case: Case) -> torch.Tensor:

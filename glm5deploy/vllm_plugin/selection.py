@@ -8,12 +8,8 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name, direct_register_custom_op
 
-from glm5deploy.kernels.reference import indexer_logits, load_index_keys, select_topk, store_index_keys
 from glm5deploy.vllm_plugin import trace
 from glm5deploy.vllm_plugin.metadata import SparseMetadata
-
-# fp32 scores of one chunk of queries: 16 Mi are 64 MiB.
-_MOST_SCORES = 1 << 24
 
 
 @eager_break_during_capture  # type: ignore[untyped-decorator]
@@ -21,24 +17,42 @@ def glm5_select(
     q: torch.Tensor,
     key: torch.Tensor,
     weights: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    factor: float,
     selected: torch.Tensor,
     topk: int,
     layer_name: LayerNameType,
 ) -> None:
     """Store the step's keys, then write each token's best ``topk`` positions into ``selected``.
 
-    q [T, J, 128] e4m3, key [T, 128], weights [T, J] fp32 with the query's scale in them, selected int32 [most, topk].
+    q [T, J, 128] before RoPE, key [T, 128] after it, weights [T, J], positions int [T], cos_sin [P, 64] (cosines, then
+    sines), ``factor`` on the weights, selected int32 [most, topk].
     """
     layer = _resolve_layer_name(layer_name)
     metadata, cache = _context(layer)
     selected[: q.shape[0]] = -1
-    if metadata is None:  # the profiling run
+    kernels = _kernels(q.device)
+    if metadata is None:
+        kernels.profile(q.device)
         return
     tokens = metadata.num_actual_tokens
-    store_index_keys(cache, key[:tokens], metadata.slot_mapping[:tokens])
-    select(q, weights, cache, metadata, selected, topk)
+    kernels.store_index_keys(cache, key[:tokens], metadata.slot_mapping[:tokens])
+    values, folded = kernels.prepare_index_query(q[:tokens], weights[:tokens], positions[:tokens], cos_sin, factor)
+    kernels.select(values, folded, cache, metadata, selected, topk)
     trace.count(layer, metadata, topk)
     trace.record(layer, metadata, selected[:tokens])
+
+
+def _kernels(device: torch.device) -> Any:
+    """The module whose functions run on the device: Triton kernels on a GPU, torch on a CPU."""
+    if device.type == "cpu":
+        from glm5deploy.vllm_plugin import host
+
+        return host
+    from glm5deploy.vllm_plugin import device as gpu
+
+    return gpu
 
 
 def _context(layer: str) -> tuple[SparseMetadata | None, torch.Tensor]:
@@ -58,29 +72,21 @@ def select(
     selected: torch.Tensor,
     topk: int,
 ) -> None:
-    """Select for every token of the step, request by request, with the torch reference.
+    """Select for every token of the step from prepared queries and stored keys, on whatever device they are.
 
-    cache uint8 [blocks, block size, 132] holds the keys of every request's context; ``selected`` is written in place.
+    q [T, J, 128] and weights fp32 [T, J] as ``prepare_index_query`` gives them; cache uint8 [blocks, block size, 132]
+    holds the keys of every request's context; ``selected`` int32 [most, topk] is written in place.
     """
-    assert metadata.spans is not None
-    block_size = cache.shape[1]
-    for request, (start, end, context) in enumerate(metadata.spans):
-        if end == start:
-            continue
-        position = torch.arange(context)
-        slots = metadata.block_table[request, position // block_size].long() * block_size + position % block_size
-        keys = load_index_keys(cache, slots)
-        chunk = max(1, _MOST_SCORES // context)
-        for first in range(start, end, chunk):
-            part = slice(first, min(first + chunk, end))
-            logits = indexer_logits(q[part], keys, weights[part])
-            selected[part] = select_topk(logits, metadata.lengths[part], topk)
+    _kernels(q.device).select(q, weights, cache, metadata, selected, topk)
 
 
 def _fake(
     q: torch.Tensor,
     key: torch.Tensor,
     weights: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    factor: float,
     selected: torch.Tensor,
     topk: int,
     layer_name: LayerNameType,

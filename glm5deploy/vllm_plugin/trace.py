@@ -78,7 +78,11 @@ def count(layer_name: str, metadata: SparseMetadata, topk: int) -> None:
         return
     if _counter is None:
         _counter = _Counter(_status_folder)
-    sparse = int((metadata.lengths > topk).sum())
+    # A GPU's lengths are not read back: the host knows the step's longest context, and that bounds every row.
+    on_host = metadata.lengths.device.type == "cpu"
+    sparse = (
+        int((metadata.lengths > topk).sum()) if on_host else metadata.num_actual_tokens * (metadata.max_seq_len > topk)
+    )
     _counter.add(_layer(layer_name), metadata.num_actual_tokens, sparse)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from glm5deploy.errors import DeployError
 from glm5deploy.kernels.reference import quantise_fp8, store_index_keys
-from glm5deploy.vllm_plugin import numerics, selection
+from glm5deploy.vllm_plugin import host, numerics, selection
 from glm5deploy.vllm_plugin.attention import Glm5SparseImpl
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def test_a_wrong_attention_scale_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_chunks_of_queries_do_not_change_the_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = select_all()
-    monkeypatch.setattr(selection, "_MOST_SCORES", 1000)
+    monkeypatch.setattr(host, "_MOST_SCORES", 1000)
     assert torch.equal(select_all(), whole)
 
 

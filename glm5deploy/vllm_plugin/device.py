@@ -1,0 +1,235 @@
+"""The GPU path: scratch memory allocated once with the model, and one step's launches in terms of it.
+
+Decoding requests, all of one query length, are scored over the paged key cache; their launches depend only on counts
+that a CUDA graph fixes. Prefilling requests have their keys gathered and are scored in the chunks that
+:mod:`glm5deploy.vllm_plugin.score_plan` made when the step's metadata was built.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from glm5deploy.kernels import indexer as index_kernels
+from glm5deploy.kernels.attention import sparse_mla_fwd, split_workspace_elements
+from glm5deploy.kernels.indexer import store_index_keys
+from glm5deploy.kernels.latent_cache import store_latent
+from glm5deploy.kernels.layout import INDEX_DIM
+from glm5deploy.kernels.slots import slots_from_positions
+from glm5deploy.kernels.topk import BLOCK_COLUMNS, select_topk, topk_workspace_elements
+from glm5deploy.kernels.tuning import FIRST_FP8_ARCH, gpu
+from glm5deploy.kernels.warmup import Serving, warm_up
+from glm5deploy.vllm_plugin.score_plan import SCORES, rows_at_once
+
+__all__ = [
+    "attend",
+    "prepare_index_query",
+    "profile",
+    "reserve",
+    "resolve_slots",
+    "select",
+    "store_index_keys",
+    "store_latent",
+]
+
+logger = logging.getLogger("vllm.glm5deploy")
+
+if TYPE_CHECKING:
+    from glm5deploy.vllm_plugin.metadata import PlannedChunk, SparseMetadata
+
+
+class Scratch:
+    """Memory that every layer of every model on one GPU shares: no step allocates any of it again."""
+
+    def __init__(self, serving: Serving, device: torch.device) -> None:
+        self.serving = serving
+        self.warm = False
+        self.resolved: tuple[SparseMetadata, int] | None = None
+        # Without e4m3 in the matrix unit the same values are held in 16 bits, which represent them exactly.
+        values = torch.float8_e4m3fn if gpu(device).arch >= FIRST_FP8_ARCH else torch.bfloat16
+        tokens, context, topk = serving.max_tokens, serving.max_length, serving.topk
+
+        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.query = empty(tokens, serving.index_heads, INDEX_DIM, dtype=values)
+        self.query_weights = empty(tokens, serving.index_heads, dtype=torch.float32)
+        self.keys = empty(context, INDEX_DIM, dtype=values)
+        self.key_scales = empty(context, dtype=torch.float32)
+        self.scores = empty(max(SCORES, context), dtype=torch.float32)
+        self.kept = empty(kept_elements(context, topk), dtype=torch.int32)
+        self.positions = torch.arange(topk, dtype=torch.int32, device=device)
+        self.none = torch.tensor(-1, dtype=torch.int32, device=device)
+        self.slots = empty(tokens, topk, dtype=torch.int32)
+        self.counts = empty(tokens, dtype=torch.int32)
+        self.lse = empty(tokens, serving.heads, dtype=torch.float32)
+        self.partial = empty(split_workspace_elements(serving.heads, topk, device), dtype=torch.float32)
+
+
+def kept_elements(context: int, topk: int) -> int:
+    """int32 scratch that the selection needs at most, over every width up to ``context``."""
+    blocks = -(-context // BLOCK_COLUMNS)
+    widths = (min(context, number * BLOCK_COLUMNS) for number in range(1, blocks + 1))
+    return max(
+        1,
+        *(topk_workspace_elements(rows_at_once(max(1, width - BLOCK_COLUMNS + 1)), width, topk) for width in widths),
+    )
+
+
+_scratch: dict[torch.device, Scratch] = {}
+
+
+def reserve(serving: Serving, device: torch.device) -> Scratch:
+    """The device's scratch memory, made (or made larger) for ``serving``; called while models are built."""
+    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+    held = _scratch.get(device)
+    wanted = serving if held is None else _both(held.serving, serving)
+    if held is None or wanted != held.serving:
+        _scratch[device] = Scratch(wanted, device)
+    return _scratch[device]
+
+
+def _both(one: Serving, other: Serving) -> Serving:
+    """What a target and its draft model need together; they share types and cache layout."""
+    sizes = ("heads", "index_heads", "topk", "max_tokens", "max_length", "max_next_n")
+    return replace(one, **{size: max(getattr(one, size), getattr(other, size)) for size in sizes})
+
+
+def scratch(device: torch.device) -> Scratch:
+    """What :func:`reserve` made for the device."""
+    return _scratch[device]
+
+
+def profile(device: torch.device) -> None:
+    """vLLM's profiling run: compile or load every kernel that serving needs, once, before any graph is captured."""
+    own = scratch(device)
+    if not own.warm:
+        own.warm = True
+        names = warm_up(own.serving, device)
+        logger.info("%d kernels compiled or loaded before serving", len(names))
+
+
+def prepare_index_query(
+    q: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.prepare_index_query` into scratch memory: values [T, J, 128] and weights fp32 [T, J]."""
+    own = scratch(q.device)
+    tokens = q.shape[0]
+    return index_kernels.prepare_index_query(
+        q, weights, positions, cos_sin, factor, own.query[:tokens], own.query_weights[:tokens]
+    )
+
+
+def select(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: SparseMetadata,
+    selected: torch.Tensor,
+    topk: int,
+) -> None:
+    """Write each token's best ``topk`` positions, ascending and -1 padded, into ``selected`` int32 [most, >= topk].
+
+    q [T, J, 128] and weights [T, J] as :func:`prepare_index_query` gives them, cache uint8 [blocks, block size, 132].
+    """
+    tokens = metadata.num_actual_tokens
+    if metadata.max_seq_len <= topk:
+        _select_all(metadata.lengths[:tokens], selected[:tokens, :topk], scratch(q.device))
+        return
+    if metadata.scored_decodes:
+        _select_decodes(q, weights, cache, metadata, selected[:, :topk])
+    for chunk in metadata.chunks:
+        _select_chunk(q, weights, cache, metadata, selected[:, :topk], chunk)
+
+
+def _select_all(lengths: torch.Tensor, selected: torch.Tensor, own: Scratch) -> None:
+    """No context exceeds topk: every position is selected, and nothing needs a score."""
+    positions = own.positions[: selected.shape[1]]
+    torch.where(positions[None, :] < lengths[:, None], positions, own.none, out=selected)
+
+
+def _select_decodes(
+    q: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, metadata: SparseMetadata, selected: torch.Tensor
+) -> None:
+    own = scratch(q.device)
+    next_n = metadata.scored_rows // metadata.scored_decodes
+    width = metadata.max_seq_len
+    step = max(1, rows_at_once(width) // next_n)
+    for request in range(0, metadata.scored_decodes, step):
+        last_request = min(metadata.scored_decodes, request + step)
+        rows = slice(request * next_n, last_request * next_n)
+        count = rows.stop - rows.start
+        scores = own.scores[: count * width].view(count, width)
+        index_kernels.paged_logits(
+            q[rows],
+            cache,
+            weights[rows],
+            metadata.lengths[rows],
+            metadata.block_table[request:last_request],
+            scores,
+        )
+        select_topk(scores, metadata.lengths[rows], selected.shape[1], width, selected[rows], own.kept)
+
+
+def _select_chunk(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: SparseMetadata,
+    selected: torch.Tensor,
+    planned: PlannedChunk,
+) -> None:
+    own = scratch(q.device)
+    chunk, rows = planned.chunk, slice(planned.chunk.first, planned.chunk.last)
+    topk = selected.shape[1]
+    if not chunk.scored:
+        _select_all(metadata.lengths[rows], selected[rows], own)
+        return
+    keys, scales = own.keys[: chunk.keys], own.key_scales[: chunk.keys]
+    if chunk.gather:
+        table = metadata.block_table[chunk.request : chunk.last_request]
+        index_kernels.gather_index_keys(cache, table, planned.cumulative, keys, scales)
+    count = chunk.last - chunk.first
+    scores = own.scores[: count * chunk.width].view(count, chunk.width)
+    with_scales = scales if keys.dtype == torch.float8_e4m3fn else None
+    index_kernels.ragged_logits(q[rows], keys, with_scales, weights[rows], planned.starts, planned.ends, scores)
+    select_topk(scores, metadata.lengths[rows], topk, chunk.width, selected[rows], own.kept)
+
+
+def attend(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [T, H, 576] (or its two parts) over latent rows [N, 576] or packed [N, 656] -> out [T, H, 512], lse [T, H]."""
+    first = q[0] if isinstance(q, tuple) else q
+    own = scratch(first.device)
+    tokens, heads = first.shape[0], first.shape[1]
+    lse = own.lse.view(-1)[: tokens * heads].view(tokens, heads)
+    return sparse_mla_fwd(q, rows, slots, counts, scale, lse=lse, workspace=own.partial)
+
+
+def resolve_slots(
+    selected: torch.Tensor, metadata: SparseMetadata, block_size: int, block_stride: int, *, fresh: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Physical rows int32 [T, K] of the selected positions and how many there are, in scratch memory.
+
+    A layer with its own selection resolves it (``fresh``); the layers that share it take over what it resolved, as long
+    as their cache has the same blocks.
+    """
+    own = scratch(selected.device)
+    tokens, topk = selected.shape
+    slots = own.slots.view(-1)[: tokens * topk].view(tokens, topk)
+    counts = own.counts[:tokens]
+    if not fresh and own.resolved is not None and own.resolved[0] is metadata and own.resolved[1] == block_stride:
+        return slots, counts
+    slots_from_positions(
+        selected, metadata.request_of_token[:tokens], metadata.block_table, block_size, slots, counts, block_stride
+    )
+    own.resolved = (metadata, block_stride)
+    return slots, counts
