@@ -17,7 +17,8 @@ from glm5deploy.errors import DeployError
 from glm5deploy.server.command import ServeCommand
 from glm5deploy.server.diagnosis import telling_lines
 from glm5deploy.server.node_report import NodeReport, parse_report
-from glm5deploy.server.nodes import Node, shell_line
+from glm5deploy.server.nodes import Node
+from glm5deploy.server.process import ServerExited
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 _REPORT_SECONDS = 180.0
@@ -106,12 +107,12 @@ class Workers:
         self.stop()
 
     def check(self) -> None:
-        """Raise DeployError when a machine's part has ended by itself."""
+        """Raise ServerExited when a machine's part has ended by itself."""
         if self._ended is None:
             return
         node, code, log = self._ended
         lines = "".join(f"\n  {line}" for line in telling_lines(log))
-        raise DeployError(
+        raise ServerExited(
             f"the part on {node.login} ended with exit status {code}{lines}", hint=f"its whole log is {log}"
         )
 
@@ -134,8 +135,3 @@ class Workers:
         if not self._stopping.is_set() and self._ended is None:
             self._ended = (node, code, log)
             self._on_end()
-
-
-def by_hand(node: Node, command: ServeCommand) -> str:
-    """What to type on a machine that cannot be reached from here."""
-    return shell_line(command)

@@ -18,6 +18,7 @@ from glm5deploy.errors import DeployError, UsageError
 from glm5deploy.server.command import ServeCommand, build_command
 from glm5deploy.server.node_report import NodeReport, collect, differences, parse_report
 from glm5deploy.server.nodes import Cluster, Node, crosses_machines, is_here, look_up, make_cluster, shell_line
+from glm5deploy.server.process import ServerExited
 from glm5deploy.server.remote import RemoteShell, Workers
 from tests.support.serving import facts, settings, write_model_folder
 
@@ -222,5 +223,5 @@ def test_a_part_that_ends_by_itself_is_reported_with_its_log(tmp_path: Path) -> 
     parts = [(Node(1, "b", "10.0.0.2"), command, tmp_path / "b.log")]
     with Workers(shell_here(tmp_path), parts, grace=2, on_end=lambda: ended.append(True)) as workers:
         until(lambda: ended)
-        with pytest.raises(DeployError, match=r"(?s)the part on b ended with exit status 1.*no NVLink"):
+        with pytest.raises(ServerExited, match=r"(?s)the part on b ended with exit status 1.*no NVLink"):
             workers.check()
