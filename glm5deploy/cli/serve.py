@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -39,6 +40,17 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with the key that clients must send; or set GLM5DEPLOY_API_KEY.")
     ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option("--nodes", metavar="HOST,HOST", help="Machines that share the model, this one first."),
+    ] = None,
+    interface: Annotated[
+        str | None, typer.Option("--interface", metavar="DEVICE", help="Network device between the machines.")
+    ] = None,
+    remote_shell: Annotated[
+        str | None,
+        typer.Option(metavar="COMMAND", help='What reaches another machine. Default: ssh; "none": by hand.'),
+    ] = None,
     ready_timeout: Annotated[float | None, typer.Option(min=0, help="Seconds to wait for READY; 0: computed.")] = None,
     workdir: WorkdirOpt = DEFAULT_WORKDIR,
     config: ConfigOpt = None,
@@ -62,6 +74,9 @@ def serve(
         "serve.reasoning_parser": reasoning_parser,
         "serve.tool_parser": tool_parser,
         "serve.api_key_file": api_key_file,
+        "serve.nodes": tuple(filter(None, nodes.split(","))) if nodes else None,
+        "serve.interface": interface,
+        "serve.remote_shell": tuple(shlex.split(remote_shell)) if remote_shell else None,
         "serve.ready_timeout": ready_timeout,
         "serve.extra": tuple(extra) if extra else None,
     }
