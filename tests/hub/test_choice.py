@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5deploy.errors import HubError, UsageError
@@ -104,6 +104,7 @@ def test_a_huge_count_in_a_name_costs_nothing() -> None:
     assert all(len(s.missing) == 3 and s.count == 99999 for s in sets)
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from(["Q4_K", "UD-Q4_K", "Q4_K_XL", "UD-Q4_K_XL", "i1-IQ2_M"]), st.integers(1, 12)),
     st.booleans(),

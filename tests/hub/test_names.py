@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5deploy.errors import HubError
@@ -12,12 +12,14 @@ from glm5deploy.hub.names import GgufName, check_repository_path, parse_gguf_nam
 STEMS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,30}", fullmatch=True)
 
 
+@settings(deadline=None)
 @given(st.one_of(st.just(""), STEMS), STEMS, st.integers(1, 99999), st.data())
 def test_shard_names_round_trip(folder: str, stem: str, count: int, data: st.DataObject) -> None:
     name = GgufName(folder, stem, data.draw(st.integers(1, count)), count, True)
     assert parse_gguf_name(name.path) == name
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_parses_or_is_no_gguf(path: str) -> None:
     name = parse_gguf_name(path)
@@ -92,6 +94,7 @@ def test_hostile_paths_are_refused(path: object) -> None:
         check_repository_path(path)
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_accepted_paths_stay_below_the_folder(path: str) -> None:
     from pathlib import Path, PurePosixPath

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5deploy.errors import HubError, UsageError
@@ -26,6 +26,7 @@ FILES = st.builds(
 )
 
 
+@settings(deadline=None, max_examples=30)  # every example is fsynced
 @given(HEX, st.lists(FILES, min_size=1, max_size=5))
 def test_plans_round_trip(tmp_path_factory: pytest.TempPathFactory, commit: str, files: list[RemoteFile]) -> None:
     folder = tmp_path_factory.mktemp("plan")
