@@ -12,6 +12,7 @@ from glm5deploy.glm_dsa.tensor_kinds import Role
 from glm5deploy.server.model_table import ModelTable, obstacles
 from glm5deploy.server.workspace import Workspace, batch_defaults, workspace
 
+GPUS_OF_A_MACHINE = 8  # more stand in several machines, with a network between
 VLLM_MEMORY_SHARE = 0.92  # vLLM's default for --gpu-memory-utilization
 
 
@@ -122,15 +123,19 @@ def _token_bytes(model: ModelTable, stage: int, stage_of: Sequence[int], wishes:
 
 
 def best_layout(plans: Sequence[LayoutPlan], context: int) -> LayoutPlan | None:
-    """The layout to recommend: one that fits with room for ``context`` tokens if any has, with the fewest stages (each
-    adds its time to every token), experts cut rather than dealt out (no rank waits for a popular expert).
-
-    None when nothing fits.
+    """The layout to recommend: one that fits with room for ``context`` tokens if any has, tensor-parallel ranks on one
+    machine, with the fewest stages (each adds its time to every token), experts cut rather than dealt out (no rank
+    waits for a popular expert). None when nothing fits.
     """
     fitting = [plan for plan in plans if plan.fits]
     return min(
         fitting,
-        key=lambda plan: (plan.tokens < context, plan.layout.pp, plan.layout.expert_parallel),
+        key=lambda plan: (
+            plan.tokens < context,
+            plan.layout.tp > GPUS_OF_A_MACHINE,
+            plan.layout.pp,
+            plan.layout.expert_parallel,
+        ),
         default=None,
     )
 

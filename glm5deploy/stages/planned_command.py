@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from math import ceil
 from pathlib import Path
 
 from glm5deploy.config import Config
@@ -11,7 +12,7 @@ from glm5deploy.hardware.gpus import GpuGroup
 from glm5deploy.server.command import build_command
 from glm5deploy.server.model_facts import ModelFacts
 from glm5deploy.server.model_table import ModelTable
-from glm5deploy.server.plan import LayoutPlan
+from glm5deploy.server.plan import GPUS_OF_A_MACHINE, LayoutPlan
 from glm5deploy.server.settings import ServeSettings
 from glm5deploy.stages.model_headers import FoundModel
 from glm5deploy.stages.serve_plan import served_name
@@ -42,7 +43,11 @@ def planned_commands(
 
 def _flags(plan: LayoutPlan, config: Config) -> list[str]:
     serve = config.serve
-    flags = ["--tp", str(plan.layout.tp)]
+    flags = []
+    if plan.gpus > GPUS_OF_A_MACHINE and not serve.nodes:
+        machines = ceil(plan.gpus / GPUS_OF_A_MACHINE)
+        flags += ["--nodes", ",".join(f"HOST{number + 1}" for number in range(machines))]
+    flags += ["--tp", str(plan.layout.tp)]
     if plan.layout.pp > 1:
         flags += ["--pp", str(plan.layout.pp)]
     if plan.layout.expert_parallel:

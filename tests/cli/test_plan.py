@@ -79,6 +79,7 @@ def test_layouts_that_cannot_be_say_why(tmp_path: Path, shards: list[Path]) -> N
 def test_stages_begin_with_an_indexer(tmp_path: Path, shards: list[Path]) -> None:
     plan = planned(tmp_path, str(shards[0]), "--gpus", "16x A100 40 GB", "--tp", "8", "--pp", "2")
     assert [stage["layers"] for stage in plan["per_gpu"]] == [38, 40]
+    assert plan["commands"]["serve"].startswith("glm5deploy serve --nodes HOST1,HOST2 --tp 8 --pp 2 ")
     assert "--pipeline-parallel-size 2" in plan["commands"]["vllm"]
     assert plan["commands"]["vllm"].startswith("VLLM_ENGINE_READY_TIMEOUT_S=600 ")
     assert " VLLM_PP_LAYER_PARTITION=38,40 " in plan["commands"]["vllm"]

@@ -73,6 +73,16 @@ def test_the_recommended_layout_has_the_fewest_stages_that_hold_the_context() ->
     assert best_layout([plan_layout(MODEL, GPU, ParallelLayout(2), Wishes())], 0) is None
 
 
+def test_tensor_parallel_ranks_stay_on_one_machine() -> None:
+    big = parse_gpus("B200").gpu
+    plans = [plan_layout(MODEL, big, layout, Wishes(dense=True)) for layout in candidate_layouts(16)]
+    assert plans[0].layout.tp == 16
+    assert plans[0].fits
+    chosen = best_layout(plans, 0)
+    assert chosen is not None
+    assert (chosen.layout.tp, chosen.layout.pp) == (8, 2)
+
+
 def test_dense_weights_may_be_cut_anywhere_but_take_more() -> None:
     assert obstacles(MODEL, ParallelLayout(16), dense=False)
     assert obstacles(MODEL, ParallelLayout(16), dense=True) == ()
