@@ -26,6 +26,7 @@ from glm5deploy.cli.patch import patch
 from glm5deploy.cli.plan import plan
 from glm5deploy.cli.run import run
 from glm5deploy.cli.serve import serve
+from glm5deploy.cli.server_control import logs, stop
 from glm5deploy.cli.session import current_output
 from glm5deploy.cli.status import reset, status
 from glm5deploy.errors import DeployError
@@ -86,6 +87,8 @@ for _command in (
     patch,
     install,
     serve,
+    stop,
+    logs,
     doctor,
     plan,
     inspect,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from glm5deploy.cli.options import DEFAULT_WORKDIR, ConfigOpt, DryRunOpt, JsonOpt, WorkdirOpt
+from glm5deploy.cli.serve_elsewhere import detach_server, print_deployment
 from glm5deploy.cli.session import Session
 
 if TYPE_CHECKING:
@@ -51,7 +52,15 @@ def serve(
         str | None,
         typer.Option(metavar="COMMAND", help='What reaches another machine. Default: ssh; "none": by hand.'),
     ] = None,
+    gpu_memory: Annotated[float | None, typer.Option(min=0, max=1, help="Share of each GPU's memory.")] = None,
     ready_timeout: Annotated[float | None, typer.Option(min=0, help="Seconds to wait for READY; 0: computed.")] = None,
+    stall_seconds: Annotated[
+        float | None, typer.Option(min=1, help="Requests run and nothing is produced for so long: it hangs.")
+    ] = None,
+    restarts: Annotated[int | None, typer.Option(min=0, help="How often in a row it is started again.")] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Go on in the background once it is ready.")] = False,
+    print_unit: Annotated[bool, typer.Option("--print-unit", help="Print a systemd unit for this command.")] = False,
+    print_compose: Annotated[bool, typer.Option("--print-compose", help="Print a compose file for it.")] = False,
     workdir: WorkdirOpt = DEFAULT_WORKDIR,
     config: ConfigOpt = None,
     json_mode: JsonOpt = False,
@@ -77,20 +86,29 @@ def serve(
         "serve.nodes": tuple(filter(None, nodes.split(","))) if nodes else None,
         "serve.interface": interface,
         "serve.remote_shell": tuple(shlex.split(remote_shell)) if remote_shell else None,
+        "serve.gpu_memory": gpu_memory,
         "serve.ready_timeout": ready_timeout,
+        "serve.stall_seconds": stall_seconds,
+        "serve.restarts": restarts,
         "serve.extra": tuple(extra) if extra else None,
     }
     session = Session.open(workdir=workdir, config=config, json_mode=json_mode, flags=flags)
     if dry_run:
         session.execute("serve", "serve", dry_run=True)
-        return
-    _run(session)
+    elif print_unit or print_compose:
+        print_deployment(session, "compose" if print_compose else "unit")
+    elif detach:
+        detach_server(session)
+    else:
+        _run(session)
 
 
 def _run(session: Session) -> None:
     """The result is printed when the server is ready, so that a script can go on then."""
     from glm5deploy.server.endpoint import curl_example
     from glm5deploy.stages.serve import ServeStage
+
+    announced: list[str] = []  # a restarted server is the same to whoever reads the result
 
     def ready(server: ServerInfo) -> None:
         curl = curl_example(server.settings, server.key)
@@ -101,8 +119,10 @@ def _run(session: Session) -> None:
             "curl": curl,
             "report": server.report.as_json(),
         }
-        session.output.result(value, f"{value['url']}\n{curl}")
-        session.output.note("Ctrl-C stops the server")
+        if not announced:
+            session.output.result(value, f"{value['url']}\n{curl}")
+            session.output.note("Ctrl-C stops the server")
+            announced.append(server.base_url)
         server.wait()
 
     session.pipeline(ServeStage(on_ready=ready)).run("serve", "serve", force=True)

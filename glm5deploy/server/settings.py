@@ -12,6 +12,7 @@ from glm5deploy.errors import UsageError
 
 Device = Literal["cpu", "cuda"]
 Attention = Literal["triton", "native"]
+STOP_GRACE = 20.0  # seconds from SIGTERM to SIGKILL
 
 # Flags that the program itself needs to know (it asks the server at this address, under this name) or that would undo
 # a promise of it (no remote code, no secret on a command line).
@@ -63,7 +64,7 @@ class ServeSettings:
     cpu_kv_gib: int = 1
     cpu_cores: tuple[int, ...] = ()
     ready_timeout: float = 600.0
-    stop_grace: float = 20.0
+    stop_grace: float = STOP_GRACE
     stall_seconds: float = 300.0
     cache_dir: Path | None = None
     api_key_protected: bool = False

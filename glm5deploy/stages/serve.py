@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from glm5deploy.checks import require_no_failure
 from glm5deploy.pipeline.stage import Context, Json
 from glm5deploy.server.session import RunningServer
-from glm5deploy.stages.gpu_preflight import check_collectives
+from glm5deploy.stages.cluster import ClusterStart, cluster_checks, plan_cluster
+from glm5deploy.stages.gpu_preflight import check_collectives, gpu_state
 from glm5deploy.stages.serve_plan import ServePlan, make_plan
+
+if TYPE_CHECKING:
+    from glm5deploy.server.watchdog import Restarts
 
 ServerInfo = RunningServer
 """What ``on_ready`` gets: ``base_url``, ``model``, ``client()``, ``report``, ``wait()``."""
@@ -36,36 +43,61 @@ class ServeStage:
 
     def plan(self, context: Context) -> Json:
         plan = _plan(context)
+        cluster = plan_cluster(plan, context.config)
         return {
-            "command": plan.command.shell(),
+            "command": cluster.head.shell() if cluster else plan.command.shell(),
+            **({"machines": cluster.words()} if cluster else {}),
             "api_key": plan.key.source if plan.key else "none",
             "log": str(plan.places.log),
             "reasons": dict(plan.command.reasons),
             "checks": [
                 {"check": c.name, "level": c.level, "found": c.found, "remedy": c.remedy}
-                for c in plan.all_checks(remember=False)
+                for c in (*plan.all_checks(remember=False), *(cluster_checks(cluster, plan) if cluster else ()))
             ],
         }
 
     def run(self, context: Context) -> Json:
-        from glm5deploy.server.endpoint import curl_example
-        from glm5deploy.server.leftover import wait_for_leftover
-        from glm5deploy.server.session import serving
+        """Serve until ``on_ready`` returns; a server that was ready and hung or died is started again."""
+        from glm5deploy.server.process import ServerExited
+        from glm5deploy.server.readiness import NotReady
+        from glm5deploy.server.watchdog import Restarts, Stalled
 
         plan = _plan(context)
-        wait_for_leftover(plan.places.state, plan.settings.stop_grace)
-        checks = plan.all_checks(remember=True)
-        for check in checks:
-            if check.level == "warn":
-                context.events.warning(f"{check.name}: {check.found} ({check.remedy})")
-        require_no_failure(checks)
-        if plan.machine is not None and plan.ranks > 1:
-            context.events.note(f"letting {plan.ranks} GPUs sum before anything is loaded")
-            check = check_collectives(plan.ranks)
-            require_no_failure([check])
-            context.events.note(check.found)
+        cluster = plan_cluster(plan, context.config)
+        _preflight(context, plan, cluster)
+        restarts = Restarts(context.config.serve.restarts)
+        while True:
+            try:
+                return self._serve(context, plan, cluster, restarts)
+            except (ServerExited, Stalled, NotReady) as failure:
+                wait = restarts.next_wait() if restarts.was_ready else None
+                if wait is None:
+                    raise
+                context.events.warning(f"{failure.message}\nstarting again in {wait:.0f} s")
+                time.sleep(wait)
+
+    def _serve(self, context: Context, plan: ServePlan, cluster: ClusterStart | None, restarts: Restarts) -> Json:
+        from glm5deploy.server.endpoint import curl_example
+        from glm5deploy.server.session import serving
+
         context.events.note(f"starting vLLM; its log is {plan.places.log}")
-        with serving(plan.command, plan.settings, plan.model, plan.places, plan.key, context.events.progress) as server:
+        for part in cluster.words()[1:] if cluster and cluster.shell is None else ():
+            context.events.note(f"start on {part['machine']}: {part['runs']}")
+        others = cluster.running(plan.settings.stop_grace) if cluster else nullcontext(_alone)
+        with (
+            others as beside,
+            serving(
+                cluster.head if cluster else plan.command,
+                plan.settings,
+                plan.model,
+                plan.places,
+                plan.key,
+                context.events.progress,
+                beside=beside,
+                gpu_state=gpu_state,
+            ) as server,
+        ):
+            restarts.ready()
             curl = curl_example(plan.settings, plan.key)
             context.events.checkpoint(
                 f"READY at {server.base_url}/v1 as {server.model}: {server.report.summary}",
@@ -83,6 +115,27 @@ class ServeStage:
             "report": server.report.as_json(),
             "summary": server.report.summary,
         }
+
+
+def _alone() -> None:
+    """Nothing runs on other machines."""
+
+
+def _preflight(context: Context, plan: ServePlan, cluster: ClusterStart | None) -> None:
+    """Raise DeployError for anything that is known to fail; nothing is loaded yet."""
+    from glm5deploy.server.leftover import wait_for_leftover
+
+    wait_for_leftover(plan.places.state, plan.settings.stop_grace)
+    checks = [*plan.all_checks(remember=True), *(cluster_checks(cluster, plan) if cluster else ())]
+    for check in checks:
+        if check.level == "warn":
+            context.events.warning(f"{check.name}: {check.found} ({check.remedy})")
+    require_no_failure(checks)
+    if plan.machine is not None and plan.ranks > 1:
+        context.events.note(f"letting {plan.ranks} GPUs sum before anything is loaded")
+        check = check_collectives(plan.ranks)
+        require_no_failure([check])
+        context.events.note(check.found)
 
 
 def model_folder(context: Context) -> Path:

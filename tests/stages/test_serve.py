@@ -7,6 +7,8 @@ import os
 import shlex
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -20,9 +22,11 @@ import pytest
 from glm5deploy.errors import DeployError, UsageError
 from glm5deploy.pipeline.events import Event
 from glm5deploy.pipeline.stage import Blocked
+from glm5deploy.pipeline.state import Record, State
 from glm5deploy.server.command import build_command
 from glm5deploy.server.guard import session_members
 from glm5deploy.server.process import ServerExited
+from glm5deploy.server.state import read_state
 from glm5deploy.stages import engine_check
 from glm5deploy.stages.engine_check import require_meaning
 from glm5deploy.stages.serve import ServerInfo, ServeStage
@@ -45,6 +49,7 @@ def test_the_plan_is_the_command_that_vllm_understands(tmp_path: Path) -> None:
     assert list((tmp_path / ".glm5deploy").iterdir()) == []
 
 
+PARALLEL = 200
 MEANT = {
     "host": "127.0.0.1",
     "port": 8000,
@@ -158,32 +163,57 @@ def test_served_names(repo: str, name: str) -> None:
     assert served_name(repo) == name
 
 
+def engine_of(server: ServerInfo) -> psutil.Process:
+    members = psutil.Process(server.process.session).children(recursive=True)
+    return next(process for process in members if "EngineCore" in process.name())
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 def test_serving_to_the_openai_client(tmp_path: Path) -> None:
-    """One start: the API as people use it, many requests at once, a client that hangs up, a worker that dies."""
+    """An engine that hangs is noticed, explained and started again; then the API as people use it, a client that hangs
+    up, many requests at once; then an engine that dies, with no restart left."""
     import openai
 
     key = tmp_path / "key"
     key.write_text("s3cret-key\n")
     key.chmod(0o600)
-    flags = {"serve.port": free_port(), "serve.dtype": "float32", "serve.context": 2048, "serve.api_key_file": key}
+    flags = {
+        "serve.port": free_port(),
+        "serve.dtype": "float32",
+        "serve.context": 2048,
+        "serve.api_key_file": key,
+        "serve.stall_seconds": 8.0,
+        "serve.restarts": 1,
+    }
     seen: list[Event] = []
-    session = 0
+    sessions: list[int] = []
+    question: Any = [{"role": "user", "content": "Tell me about lighthouses."}]
 
     def use(server: ServerInfo) -> None:
-        nonlocal session
-        session = server.process.session
+        sessions.append(server.process.session)
         report = server.report
         assert (report.backend, report.kv_dtype, report.context) == ("GLM5_TRITON_SPARSE", "float32", 2048)
         assert report.indexer.sparse_rows > 0
         assert report.indexer.layers == (0, 1, 2, 3)
         assert [check.outcome for check in report.checks] == ["answered"] * 3
         url = f"{server.base_url}/v1"
+        client = openai.OpenAI(base_url=url, api_key="s3cret-key", max_retries=0, timeout=120)
+        running = client.chat.completions.create(
+            model="GLM-tiny-A", messages=question, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(running))
+        if len(sessions) == 1:
+            engine_of(server).send_signal(signal.SIGSTOP)
+            server.wait()
+        running.close()
+        converse(client, url)
+        engine_of(server).send_signal(signal.SIGKILL)
+        server.wait()
+
+    def converse(client: openai.OpenAI, url: str) -> None:
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=url, api_key="wrong", max_retries=0).models.list()
-        client = openai.OpenAI(base_url=url, api_key="s3cret-key", max_retries=0, timeout=120)
-        question: Any = [{"role": "user", "content": "Tell me about lighthouses."}]
         whole = client.chat.completions.create(model="GLM-tiny-A", messages=question, max_tokens=12, temperature=0)
         assert whole.usage is not None
         assert whole.usage.completion_tokens == 12
@@ -194,56 +224,74 @@ def test_serving_to_the_openai_client(tmp_path: Path) -> None:
         streamed = "".join((delta.content or "") + (getattr(delta, "reasoning", None) or "") for delta in deltas)
         message: Any = whole.choices[0].message
         assert streamed == (message.content or "") + (getattr(message, "reasoning", None) or "")
-
-        hung_up = client.chat.completions.create(
-            model="GLM-tiny-A", messages=question, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
-        )
-        next(iter(hung_up))
-        hung_up.close()
-
         done: list[int] = []
 
         def ask() -> None:
             answer = client.chat.completions.create(model="GLM-tiny-A", messages=question, max_tokens=2)
             done.append(answer.usage.completion_tokens if answer.usage else 0)
 
-        threads = [threading.Thread(target=ask) for _ in range(24)]
+        threads = [threading.Thread(target=ask) for _ in range(PARALLEL)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert done == [2] * 24
-
-        engine = next(p for p in psutil.Process(session).children(recursive=True) if "EngineCore" in p.name())
-        engine.send_signal(signal.SIGKILL)
-        server.process.check(30.0)
+        assert done == [2] * PARALLEL
 
     with pytest.raises(ServerExited, match="ended with exit status") as caught:
         ServeStage(on_ready=use).run(serve_context(tmp_path, flags, seen))
-    assert session_members(session) == []
-    assert caught.value.hint
-    ready = next(event for event in seen if event.message.startswith("READY"))
-    assert ready.data["url"] == f"http://127.0.0.1:{flags['serve.port']}/v1"
-    for path in [*(tmp_path / "logs").iterdir(), *(tmp_path / ".glm5deploy").iterdir()]:
-        assert path.is_dir() or b"s3cret-key" not in path.read_bytes()
+    assert len(sessions) == 2
+    assert [session_members(session) for session in sessions] == [[], []]
+    assert "saved in" in caught.value.message
+    told = [event.message for event in seen if event.kind == "warning"]
+    assert any("no progress for 8 s" in message and "starting again in 5 s" in message for message in told), told
+    hung, died = sorted((tmp_path / "logs" / "incidents").iterdir())
+    assert "no progress" in json.loads((hung / "reason.json").read_text())["reason"]
+    assert "EngineCore" in (hung / "stacks.txt").read_text()
+    assert "exit status" in json.loads((died / "reason.json").read_text())["reason"]
+    ready = [event for event in seen if event.message.startswith("READY")]
+    assert [event.data["url"] for event in ready] == [f"http://127.0.0.1:{flags['serve.port']}/v1"] * 2
+    for path in tmp_path.rglob("*"):
+        if path != key and path.is_file():
+            content = path.read_bytes()
+            assert b"s3cret-key" not in content
+            assert b"lighthouse" not in content
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_two_ranks_share_the_model_and_stop_together(tmp_path: Path) -> None:
-    flags = {"serve.port": free_port(), "serve.tp": 2, "serve.context": 1024}
+def test_two_ranks_in_the_background_until_stopped(tmp_path: Path) -> None:
+    """The commands as an operator types them: serve --detach, logs, status, stop."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.fail("tensor parallelism 2 needs two cores")
-    members: list[int] = []
-    sessions: list[int] = []
+    context = serve_context(tmp_path, {})
+    state = State(tmp_path, lambda message: pytest.fail(message))
+    for name, outputs in context.outputs.items():
+        state.write(name, Record({}, outputs, "2026-01-01T00:00:00+00:00", 1.0, "0"))
 
-    def look(server: ServerInfo) -> None:
-        assert server.report.indexer.ranks == 2
-        members.extend(server.process.members())
-        sessions.append(server.process.session)
+    def glm5deploy(*words: str) -> subprocess.CompletedProcess[str]:
+        at = words.index("--") if "--" in words else len(words)
+        line = [*words[:at], "--workdir", str(tmp_path), *words[at:]]
+        command = [sys.executable, "-m", "glm5deploy.cli.app", *line]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
-    outputs: Any = ServeStage(on_ready=look).run(serve_context(tmp_path, flags))
-    assert outputs["tp"] == 2
-    assert len(members) >= 5  # guard, API server, engine, two workers
-    assert session_members(sessions[0]) == []
+    port = free_port()
+    begun = ["serve", "--tp", "2", "--port", str(port), "--context", "1024", "--detach", "--json", "--", "--seed", "3"]
+    started = glm5deploy(*begun)
+    assert started.returncode == 0, started.stdout + started.stderr
+    value = json.loads(started.stdout)
+    try:
+        assert value["url"] == f"http://127.0.0.1:{port}/v1"
+        assert value["report"]["indexer"]["ranks"] == 2
+        kept = read_state(tmp_path / ".glm5deploy" / "server.json")
+        assert kept is not None
+        assert (kept.phase, kept.supervisor, kept.supervised) == ("ready", value["supervisor"], True)
+        assert len(session_members(kept.guard)) >= 5  # guard, API server, engine, two workers
+        again = glm5deploy("serve", "--port", str(free_port()), "--json")
+        assert again.returncode == 1
+        assert "is in use by process" in json.loads(again.stdout)["error"]["message"]
+        assert glm5deploy("logs", "-n", "5").stdout.count("\n") == 5
+    finally:
+        stopped = glm5deploy("stop", "--json")
+    assert json.loads(stopped.stdout) == {"stopped": True, "url": f"http://127.0.0.1:{port}"}
+    assert session_members(kept.guard) == []
     assert not (tmp_path / ".glm5deploy" / "server.json").exists()

@@ -1,0 +1,56 @@
+"""``stop`` and ``logs``: the server that a work folder has running."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from glm5deploy.cli.options import DEFAULT_WORKDIR, ConfigOpt, JsonOpt, WorkdirOpt
+from glm5deploy.cli.session import Session
+
+
+def stop(
+    patience: Annotated[float, typer.Option("--patience", min=0, help="Seconds before it is killed.")] = 60.0,
+    workdir: WorkdirOpt = DEFAULT_WORKDIR,
+    config: ConfigOpt = None,
+    json_mode: JsonOpt = False,
+) -> None:
+    """Stop the server and all of its processes. Nothing to stop is no error."""
+    from glm5deploy.server.state import state_path
+    from glm5deploy.server.stop import stop_server
+
+    session = Session.open(workdir=workdir, config=config, json_mode=json_mode)
+    stopped = stop_server(state_path(session.workdir), patience)
+    session.output.result(
+        {"stopped": stopped is not None, "url": stopped.url if stopped else None},
+        f"{stopped.name} at {stopped.url} has stopped" if stopped else f"no server runs from {session.workdir}",
+    )
+
+
+def logs(
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 50,
+    following: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
+    workdir: WorkdirOpt = DEFAULT_WORKDIR,
+    config: ConfigOpt = None,
+    json_mode: JsonOpt = False,
+) -> None:
+    """Show the end of the server's log."""
+    from glm5deploy.errors import UsageError
+    from glm5deploy.server.follow import follow, last_lines
+    from glm5deploy.server.session import Places
+
+    if following and json_mode:
+        raise UsageError("--json prints one object, --follow never ends")
+    session = Session.open(workdir=workdir, config=config, json_mode=json_mode)
+    log = Places.of(session.workdir).log
+    text, position = last_lines(log, lines)
+    if not following:
+        session.output.result({"log": str(log), "lines": text.splitlines()}, text.rstrip("\n"))
+        return
+    session.output.piece(text)
+    try:
+        for added in follow(log, position):
+            session.output.piece(added)
+    except KeyboardInterrupt:
+        return

@@ -1,0 +1,59 @@
+"""A log's end, and what is added to it, across a restart of the server."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from glm5deploy.errors import DeployError
+
+_BLOCK = 64 << 10
+_POLL = 0.25
+
+
+def last_lines(log: Path, count: int) -> tuple[str, int]:
+    """The last ``count`` lines of a log and its size in bytes. Raises DeployError when there is no log."""
+    try:
+        with log.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start, data = size, b""
+            while start > 0 and data.count(b"\n") <= count:
+                step = min(_BLOCK, start)
+                start -= step
+                file.seek(start)
+                data = file.read(step) + data
+    except FileNotFoundError:
+        raise DeployError(f"there is no log {log}", hint="glm5deploy serve writes it") from None
+    lines = data.splitlines(keepends=True)[-count:] if count else []
+    return b"".join(lines).decode("utf-8", "replace"), size
+
+
+def follow(log: Path, position: int) -> Iterator[str]:
+    """Whatever is written to ``log`` from ``position`` (bytes) on, for ever; a log that begins anew is read from its
+    beginning."""
+    file = log.open("rb")
+    try:
+        file.seek(position)
+        while True:
+            data = file.read(_BLOCK)
+            if data:
+                yield data.decode("utf-8", "replace")
+                continue
+            if _replaced(log, file.fileno(), file.tell()):
+                file.close()
+                file = log.open("rb")
+                continue
+            time.sleep(_POLL)
+    finally:
+        file.close()
+
+
+def _replaced(log: Path, handle: int, position: int) -> bool:
+    try:
+        now = log.stat()
+    except FileNotFoundError:
+        return False
+    ours = os.fstat(handle)
+    return (now.st_dev, now.st_ino) != (ours.st_dev, ours.st_ino) or now.st_size < position
