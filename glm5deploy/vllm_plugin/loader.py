@@ -12,6 +12,8 @@ from torch import nn
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from glm5deploy.errors import DeployError
+from glm5deploy.glm_dsa.tensor_names import Placement, TensorPlan
+from glm5deploy.vllm_plugin import LOAD_FORMAT
 
 logger = logging.getLogger("vllm.glm5deploy")
 
@@ -20,6 +22,17 @@ class Glm5GgufLoader(BaseModelLoader):
     """Streams tensors into the model and refuses to end with anything missing, left over or not a number."""
 
     expert_parallel = False
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        extra = load_config.model_loader_extra_config or {}
+        unknown = sorted(set(extra) - {"weights"})
+        if unknown:
+            raise ValueError(f"load format {LOAD_FORMAT} knows no --model-loader-extra-config {', '.join(unknown)}")
+        if extra.get("weights", "auto") not in ("auto", "dense"):
+            raise ValueError(
+                f"weights {extra['weights']!r}: this loader dequantises every weight; leave it at 'auto' or say 'dense'"
+            )
 
     def download_model(self, model_config: Any) -> None:
         """The files are local; their list and headers are checked."""
@@ -39,12 +52,13 @@ class Glm5GgufLoader(BaseModelLoader):
         from glm5deploy.vllm_plugin.weights import Rank, stream
 
         files = ModelFiles.open(Path(model_config.model))
-        plan = files.plan(getattr(model_config.hf_config, "index_topk_pattern", None))
+        draft = hasattr(model.model, "mtp_start_layer_idx")
+        plan = files.plan(getattr(model_config.hf_config, "index_topk_pattern", None), use_mtp=draft)
         rank = Rank(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), self.expert_parallel)
-        first, last = model.model.start_layer, model.model.end_layer
-        here = tuple(p for p in plan.used if p.layer is None or first <= p.layer < last)
-        if plan.tied_embeddings:
-            here += tuple(replace(p, hf_name="lm_head.weight") for p in here if p.name == "token_embd.weight")
+        if draft:
+            here = draft_placements(plan, files.hparams.num_layers)
+        else:
+            here = main_placements(plan, range(model.model.start_layer, model.model.end_layer))
         loaded = model.load_weights(stream(here, files.shards.by_name, model_config.dtype, rank))
         require_complete(model, loaded)
         logger.info(
@@ -55,6 +69,29 @@ class Glm5GgufLoader(BaseModelLoader):
             len(plan.dropped),
             files.pattern,
         )
+
+
+def main_placements(plan: TensorPlan, layers: range) -> tuple[Placement, ...]:
+    """What a pipeline stage with ``layers`` loads; a tied embedding is its own output matrix too."""
+    here = tuple(p for p in plan.used if p.layer is None or p.layer in layers)
+    if plan.tied_embeddings:
+        here += tuple(replace(p, hf_name="lm_head.weight") for p in here if p.name == "token_embd.weight")
+    return here
+
+
+def draft_placements(plan: TensorPlan, num_layers: int) -> tuple[Placement, ...]:
+    """What the MTP draft model loads: the MTP blocks, and the main model's embedding and head where it has none."""
+    blocks = tuple(p for p in plan.used if p.layer is not None and p.layer >= num_layers)
+    names = {p.hf_name for p in blocks}
+    shared = (
+        ("token_embd.weight", f"model.layers.{num_layers}.embed_tokens.weight"),
+        (
+            "token_embd.weight" if plan.tied_embeddings else "output.weight",
+            f"model.layers.{num_layers}.shared_head.head.weight",
+        ),
+    )
+    by_name = {p.name: p for p in plan.used}
+    return blocks + tuple(replace(by_name[name], hf_name=target) for name, target in shared if target not in names)
 
 
 def require_complete(model: nn.Module, loaded: set[str]) -> None:

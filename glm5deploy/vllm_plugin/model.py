@@ -1,32 +1,46 @@
-"""The model class: vLLM's portable GLM-5, built with our indexer."""
+"""The model classes: vLLM's portable GLM-5 and its MTP draft model, built with our indexer."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
 from vllm.model_executor.models.deepseek_v2 import GateLinear, GlmMoeDsaForCausalLM
 
 from glm5deploy.glm_dsa.pipeline_parallel import VARIABLE, partition_variable
-from glm5deploy.vllm_plugin import compat
+from glm5deploy.vllm_plugin import DRAFT_ARCHITECTURE, compat
 from glm5deploy.vllm_plugin.indexer import Glm5Indexer
+from glm5deploy.vllm_plugin.registration import attention_backend
+
+DRAFT_CLASS = "glm5deploy.vllm_plugin.model:Glm5MTP"
 
 
 class Fp32GateLinear(GateLinear):
     """The router with fp32 weights, as the files hold them: near ties between experts are decided as there."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"params_dtype": torch.float32, **kwargs})
+        super().__init__(*args, **{**kwargs, "params_dtype": torch.float32, "out_dtype": torch.float32})
 
 
 class Glm5ForCausalLM(GlmMoeDsaForCausalLM):
     """GLM-5, 5.1, 5.2 and 5.3 with the selection and the attention of this package."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        if vllm_config.speculative_config is not None:
+            _prepare_draft(vllm_config.speculative_config)
         with compat.portable_model_parts(Indexer=Glm5Indexer, GateLinear=Fp32GateLinear):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         stages = vllm_config.parallel_config.pipeline_parallel_size
         require_own_selection(vllm_config.model_config.hf_text_config, self.model.start_layer, stages)
+
+
+def _prepare_draft(speculative_config: Any) -> None:
+    """This process serves our model, so the draft is ours too; vLLM builds it after the main model."""
+    ModelRegistry.register_model(DRAFT_ARCHITECTURE, DRAFT_CLASS)
+    if speculative_config.attention_backend is None:
+        speculative_config.attention_backend = attention_backend()
 
 
 def require_own_selection(config: Any, first_layer: int, stages: int) -> None:
@@ -42,3 +56,11 @@ def require_own_selection(config: Any, first_layer: int, stages: int) -> None:
             f"a pipeline stage begins with layer {first_layer}, which shares the selection of an earlier layer in "
             f"another process: its answers would be wrong. Set {VARIABLE}={division} on every node"
         )
+
+
+class Glm5MTP(DeepSeekMTP):
+    """The MTP block as a draft model for speculative decoding."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        with compat.portable_model_parts(Indexer=Glm5Indexer, GateLinear=Fp32GateLinear):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
