@@ -10,15 +10,17 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -57,18 +59,25 @@ def served(folder: Path) -> Iterator[str]:
             process.terminate()
 
 
-def timed(command: list[str] | str, **options: object) -> tuple[float, str]:
-    begun = time.monotonic()
-    done = subprocess.run(
-        command, shell=isinstance(command, str), check=True, capture_output=True, text=True, cwd=ROOT, **options
-    )
-    return time.monotonic() - begun, done.stdout
+class Result(NamedTuple):
+    wall: float
+    cpu: float
+    output: str
 
 
-def pipelines(urls: list[str], at_once: int, tail: str) -> tuple[float, str]:
+def timed(command: list[str], stdin: str = "") -> Result:
+    """Wall and CPU seconds of a command and all its children."""
+    begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, input=stdin)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Result(time.monotonic() - begun, cpu, done.stdout)
+
+
+def pipelines(urls: list[str], at_once: int, tail: str) -> Result:
     """``curl URL | tail`` for every URL, ``at_once`` at a time."""
     shell = f'curl -sSL --fail "$0" | {tail}'
-    return timed(["xargs", "-P", str(at_once), "-n", "1", "bash", "-o", "pipefail", "-c", shell], input="\n".join(urls))
+    return timed(["xargs", "-P", str(at_once), "-n", "1", "bash", "-o", "pipefail", "-c", shell], "\n".join(urls))
 
 
 def main() -> None:
@@ -88,60 +97,59 @@ def main() -> None:
 def measure(folder: Path, size: int, shards: int, rounds: int) -> dict[str, object]:
     paths = make_set(folder / "hub" / REPO / QUANT, size, shards)
     total = sum(path.stat().st_size for path in paths)
-    cores = os.cpu_count() or 1
-    seconds: dict[str, list[float]] = {}
-    peaks: list[int] = []
+    work = folder / "work"
+    results: dict[str, list[Result]] = {}
+    load = os.getloadavg()[0]
     with served(folder / "hub") as endpoint:
         urls = [f"{endpoint}/{REPO}/resolve/main/{QUANT}/{path.name}" for path in paths]
+        child = [sys.executable, "-m", "tests.support.fetch_child", endpoint, REPO, QUANT, str(work)]
+        fetched = [str(work / QUANT / path.name) for path in paths]
+        candidates: dict[str, Callable[[], Result]] = {
+            "curl | sha256sum": lambda: pipelines(urls, shards, "sha256sum -"),
+            "curl | openssl dgst -sha256": lambda: pipelines(urls, shards, "openssl dgst -sha256"),
+            "curl | tee FILE | sha256sum, sync": lambda: to_disk(urls, folder / "tee", shards),
+            "fetch": lambda: timed([*child, json.dumps({"parallel": shards})]),
+            "sha256sum, all cores": lambda: all_cores(fetched),
+            "verify": lambda: timed([sys.executable, "-c", VERIFY, str(work)]),
+        }
         pipelines(urls, 1, "cat > /dev/null")  # files into the page cache, hashes into the hub
-        sums = set()
-
-        def note(what: str, result: tuple[float, str]) -> str:
-            seconds.setdefault(what, []).append(result[0])
-            return result[1]
-
         for _ in range(rounds):
-            sums.add(note("curl | sha256sum, one after another", pipelines(urls, 1, "sha256sum -")))
-            note("curl | sha256sum, as many at once as we do", pipelines(urls, shards, "sha256sum -"))
-            note("curl | tee FILE | sha256sum, as many at once", to_disk(urls, folder / "tee", shards))
-            note("curl | openssl dgst -sha256, as many at once", pipelines(urls, shards, "openssl dgst -sha256"))
-            work = folder / "work"
-            child = [sys.executable, "-m", "tests.support.fetch_child", endpoint, REPO, QUANT, str(work)]
-            output = json.loads(
-                note("fetch, to disk, whole process", timed([*child, json.dumps({"parallel": shards})]))
-            )
-            peaks.append(output["peak"])
-            hashed = note("sha256sum of the files, all cores", all_cores([str(work / QUANT / p.name) for p in paths]))
-            assert len(hashed.splitlines()) == shards
-            note("verify, whole process", timed([sys.executable, "-c", VERIFY, str(work)]))
+            for name, run in candidates.items():
+                results.setdefault(name, []).append(run())
             shutil.rmtree(work)
-    rates = {what: round(total / statistics.median(values) / 1e6) for what, values in seconds.items()}
-    fetch, verify = rates["fetch, to disk, whole process"], rates["verify, whole process"]
+    wall = {name: total / statistics.median(r.wall for r in runs) / 1e6 for name, runs in results.items()}
+    cpu = {name: total / statistics.median(r.cpu for r in runs) / 1e6 for name, runs in results.items()}
+    peak = max(json.loads(run.output)["peak"] for run in results["fetch"])
     return {
-        "machine": f"{cores} cores, {platform.machine()}, Python {platform.python_version()}",
-        "set": f"{shards} shards, {total / 1e9:.2f} GB",
-        f"MB/s (median of {rounds})": rates,
-        "fetch / (curl | sha256sum, one after another)": round(fetch / rates["curl | sha256sum, one after another"], 2),
-        "fetch / (curl | sha256sum, at once)": round(fetch / rates["curl | sha256sum, as many at once as we do"], 2),
-        "fetch / (curl | tee | sha256sum)": round(fetch / rates["curl | tee FILE | sha256sum, as many at once"], 2),
-        "fetch / (curl | openssl)": round(fetch / rates["curl | openssl dgst -sha256, as many at once"], 2),
-        "verify / sha256sum on all cores": round(verify / rates["sha256sum of the files, all cores"], 2),
-        "peak resident MB of fetch": round(max(peaks) / 1e6),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+        "load before": round(load, 1),
+        "set": f"{shards} shards, {total / 1e9:.2f} GB, {shards} at once, median of {rounds}",
+        "MB/s": {name: round(rate) for name, rate in wall.items()},
+        "MB per CPU second": {name: round(rate) for name, rate in cpu.items()},
+        "fetch / (curl | sha256sum)": ratio(wall, cpu, "fetch", "curl | sha256sum"),
+        "fetch / (curl | tee | sha256sum)": ratio(wall, cpu, "fetch", "curl | tee FILE | sha256sum, sync"),
+        "fetch / (curl | openssl)": ratio(wall, cpu, "fetch", "curl | openssl dgst -sha256"),
+        "verify / sha256sum on all cores": ratio(wall, cpu, "verify", "sha256sum, all cores"),
+        "peak resident MB of fetch": round(peak / 1e6),
     }
 
 
-def to_disk(urls: list[str], folder: Path, at_once: int) -> tuple[float, str]:
+def ratio(wall: dict[str, float], cpu: dict[str, float], ours: str, theirs: str) -> dict[str, float]:
+    return {"by wall time": round(wall[ours] / wall[theirs], 2), "by CPU time": round(cpu[ours] / cpu[theirs], 2)}
+
+
+def to_disk(urls: list[str], folder: Path, at_once: int) -> Result:
     """The same work as fetch does: bytes hashed and durable on disk."""
     folder.mkdir()
     shell = f'f="{folder}/$(basename "$0")"; curl -sSL --fail "$0" | tee "$f" | sha256sum - && sync "$f"'
     command = ["xargs", "-P", str(at_once), "-n", "1", "bash", "-o", "pipefail", "-c", shell]
-    result = timed(command, input="\n".join(urls))
+    result = timed(command, "\n".join(urls))
     shutil.rmtree(folder)
     return result
 
 
-def all_cores(paths: list[str]) -> tuple[float, str]:
-    return timed(["xargs", "-P", str(os.cpu_count() or 1), "-n", "1", "sha256sum"], input="\n".join(paths))
+def all_cores(paths: list[str]) -> Result:
+    return timed(["xargs", "-P", str(os.cpu_count() or 1), "-n", "1", "sha256sum"], "\n".join(paths))
 
 
 VERIFY = """

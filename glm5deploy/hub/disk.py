@@ -9,7 +9,7 @@ from pathlib import Path
 from glm5deploy.errors import DeployError, DiskFullError
 from glm5deploy.hub.choice import format_bytes
 
-_SLACK = 64 << 20  # records, logs and what other programs write meanwhile
+_MOST_SLACK = 64 << 20  # records, logs and what other programs write meanwhile
 
 
 def free_bytes(path: Path) -> int:
@@ -34,10 +34,12 @@ def require_room(destination: Path, missing: int, later: int) -> None:
     :raises DiskFullError: they do not fit.
     """
     free = free_bytes(destination)
-    if missing + later + (_SLACK if missing else 0) > free:
+    slack = min(_MOST_SLACK, missing // 16)
+    if missing + later + slack > free:
         then = f" and {format_bytes(later)} for the merge" if later else ""
         raise DiskFullError(
-            f"{destination} has {format_bytes(free)} free; {format_bytes(missing)} are still to be fetched{then}",
+            f"{destination} has {format_bytes(free)} free; {format_bytes(missing)} are still to be fetched{then}, "
+            f"with {format_bytes(slack)} to spare",
             hint="free some space, choose another --workdir, or serve the shards unmerged with --no-merge",
         )
 

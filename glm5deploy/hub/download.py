@@ -6,13 +6,12 @@ import fcntl
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from glm5deploy.errors import DeployError, HubError
-from glm5deploy.hub.adopt import find_copy, take_over
 from glm5deploy.hub.choice import RemoteFile
 from glm5deploy.hub.client import Hub
 from glm5deploy.hub.disk import explain_write_error, require_room
@@ -21,12 +20,11 @@ from glm5deploy.hub.hashing import Stopped, differing_spans
 from glm5deploy.hub.meter import Meter
 from glm5deploy.hub.plan import FetchPlan
 from glm5deploy.hub.records import STATE_FOLDER, state_folder
+from glm5deploy.hub.settle import Notify, settle
 from glm5deploy.hub.source import Source
 from glm5deploy.hub.transfer import Transfer, describe_spans
-from glm5deploy.hub.verify import check_file, check_files, is_verified, record_verified, shard_states
+from glm5deploy.hub.verify import record_verified, shard_states
 from glm5deploy.progress import ProgressSink, ignore_progress
-
-Notify = Callable[[str], None]
 
 
 @dataclass
@@ -46,7 +44,6 @@ class Download:
     progress: ProgressSink = ignore_progress
     note: Notify = lambda _: None
     proved: Callable[[RemoteFile], None] = lambda _: None
-    _asides: dict[str, Path] = field(default_factory=dict, init=False)
 
     def run(self) -> tuple[Path, ...]:
         """Bring everything that is not verified yet; returns the shards' paths in order.
@@ -57,8 +54,9 @@ class Download:
         """
         state_folder(self.destination)
         with _folder_lock(self.destination):
-            missing = self._settle()
-            if missing:
+            meter = Meter(self.plan, self.destination, self.progress)
+            settled = settle(self.plan, self.destination, self.adopt, meter, self.note, self.proved)
+            if missing := list(settled.missing):
                 if self.hub.offline:
                     names = ", ".join(file.path for file in missing[:3])
                     raise HubError(
@@ -66,58 +64,14 @@ class Download:
                         hint="allow access to the hub once, or name a folder that has them with --from",
                     )
                 require_room(self.destination, self._missing_bytes(), self.later_bytes)
-                self._transfer(missing)
+                self._transfer(missing, settled.asides)
         self._check_set()
         return self.plan.paths(self.destination)
 
     def _missing_bytes(self) -> int:
         return self.plan.size - sum(state.present for state in shard_states(self.plan, self.destination))
 
-    def _settle(self) -> list[RemoteFile]:
-        """Prove what lies under a shard's name, adopt what can be found elsewhere; returns what has to be fetched."""
-        meter = Meter(self.plan, self.destination, self.progress)
-        open_ = [file for file in self.plan.files if not is_verified(self.destination, file)]
-        there = [file for file in open_ if (self.destination / file.path).exists()]
-        verdicts = check_files(self.plan, self.destination, there, report=lambda f, n: meter.report(f, n, "hashing"))
-        sound = {verdict.file.path for verdict in verdicts if not verdict.problem}
-        for verdict in verdicts:
-            if verdict.problem:
-                aside = self._asides[verdict.file.path] = self._set_aside(verdict.file)
-                self.note(f"{verdict.detail}; moved to {aside}")
-            else:
-                self.proved(verdict.file)
-        missing = [file for file in open_ if file.path not in sound]
-        return [file for file in missing if self.adopt is None or not self._adopt(file, self.adopt, meter)]
-
-    def _adopt(self, file: RemoteFile, folder: Path, meter: Meter) -> bool:
-        found = find_copy(file, folder, report=lambda n: meter.report(file, n, "hashing"))
-        if found is None:
-            return False
-        source, prefixes = found
-        temporary = self.destination / STATE_FOLDER / f"{file.path}.adopted"
-        try:
-            how = take_over(source, self.destination / file.path, temporary)
-        except OSError as error:
-            raise explain_write_error(error, self.destination, file.size) from error
-        if how == "copy" and check_file(self.plan, self.destination, file).problem:
-            self.note(f"{file.name}: the copy of {source} is damaged; moved to {self._set_aside(file)}")
-            return False
-        record_verified(self.destination, file, self.plan.commit, prefixes)
-        self.note(f"{file.name}: taken over from {source} ({how})")
-        self.proved(file)
-        return True
-
-    def _set_aside(self, file: RemoteFile) -> Path:
-        """Move a file that is not the listed content out of the way; it may be the user's, so it is kept."""
-        folder = self.destination / STATE_FOLDER / "aside"
-        number = 1
-        while (target := folder / f"{file.path}.{number}").exists():
-            number += 1
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (self.destination / file.path).replace(target)
-        return target
-
-    def _transfer(self, missing: list[RemoteFile]) -> None:
+    def _transfer(self, missing: list[RemoteFile], asides: Mapping[str, Path]) -> None:
         work: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
         for file in missing:
             work.put(file)
@@ -127,7 +81,8 @@ class Download:
         def worker(sources: list[Source]) -> None:
             try:
                 while not stop.is_set():
-                    self._bring(work.get_nowait(), sources, meter, stop)
+                    file = work.get_nowait()
+                    self._bring(file, sources, meter, stop, asides.get(file.path))
             except (queue.Empty, Stopped):
                 return
             except Exception as error:  # handed to the main thread, which raises it
@@ -169,24 +124,24 @@ class Download:
         sources.append(stack.enter_context(HttpsSource(*arguments)))
         return sources
 
-    def _bring(self, file: RemoteFile, sources: list[Source], meter: Meter, stop: threading.Event) -> None:
+    def _bring(
+        self, file: RemoteFile, sources: list[Source], meter: Meter, stop: threading.Event, damaged: Path | None
+    ) -> None:
+        """Fetch one shard; ``damaged`` is the file that had its name before and was found wrong."""
         from glm5deploy.gguf_files.header import read_header
 
         try:
             arrived = Transfer(self.destination, file, sources, self.policy, stop).run(meter.report)
             record_verified(self.destination, file, self.plan.commit, arrived.prefixes)
-            self._compare_with_aside(file, arrived.path)
+            spans = differing_spans(damaged, arrived.path) if damaged else []
         except OSError as error:
             raise explain_write_error(error, self.destination, self._missing_bytes()) from error
         for note in arrived.notes:
             self.note(note)
+        if damaged:
+            self.note(f"{file.name}: {damaged} differs in {describe_spans(spans)}")
         read_header(arrived.path)
         self.proved(file)
-
-    def _compare_with_aside(self, file: RemoteFile, path: Path) -> None:
-        """Say which bytes of a damaged shard were wrong, now that the right ones are here."""
-        if damaged := self._asides.get(file.path):
-            self.note(f"{file.name}: {damaged} differs in {describe_spans(differing_spans(damaged, path))}")
 
     def _check_set(self) -> None:
         """The proved files must also be one complete GGUF set by what stands in their headers."""

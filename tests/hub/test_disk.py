@@ -14,7 +14,7 @@ from tests.hub.conftest import QUANT, Fetcher
 
 def test_what_does_not_fit_is_refused_before_the_first_byte(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "free_bytes", lambda _: 3_000_000)
-    monkeypatch.setattr(disk, "_SLACK", 0)
+    monkeypatch.setattr(disk, "_MOST_SLACK", 0)
     with pytest.raises(
         DiskFullError, match=r"has 3\.0 MB free; 2\.5 MB are still to be fetched and 2\.5 MB for the merge"
     ):
@@ -27,7 +27,7 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(fetcher: Fetcher, mo
 def test_only_what_is_missing_counts(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = fetcher.run()
     paths[0].unlink()
-    monkeypatch.setattr(disk, "_SLACK", 0)
+    monkeypatch.setattr(disk, "_MOST_SLACK", 0)
     monkeypatch.setattr(disk, "free_bytes", lambda _: len(fetcher.originals()[0]))
     fetcher.run()
     monkeypatch.setattr(disk, "free_bytes", lambda _: 0)

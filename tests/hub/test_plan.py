@@ -122,6 +122,19 @@ def test_a_corrupt_plan_is_as_good_as_none(tmp_path: Path, content: bytes) -> No
     assert read_plan(path) is None
 
 
+def test_an_overloaded_hub_is_asked_again_and_for_how_long_it_says(fetcher: Fetcher) -> None:
+    def overloaded(handler) -> bool:  # type: ignore[no-untyped-def]
+        handler.respond_error(429, "Overloaded", {"Retry-After": "0"})
+        return True
+
+    fetcher.server.api_faults += [overloaded] * 3
+    assert fetcher.plan().label == QUANT
+    fetcher.server.api_faults += [overloaded] * 8
+    with pytest.raises(HubError, match="the hub answered 429") as error:
+        make_plan(fetcher.hub(), REPO, QUANT, fetcher.destination, refresh=True)
+    assert "try again later" in (error.value.hint or "")
+
+
 def test_errors_of_the_hub_have_next_steps(fetcher: Fetcher) -> None:
     cases = {
         ("owner/other", "main"): ("does not exist or is private", "HF_TOKEN"),

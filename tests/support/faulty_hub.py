@@ -86,6 +86,7 @@ class FaultyHub(LocalHub):
         self.pace = 0
         self.xet_route_host: str | None = None
         self.resolve_faults: list[Callable[[FaultyHandler], bool]] = []
+        self.api_faults: list[Callable[[FaultyHandler], bool]] = []
         self.closing = threading.Event()
         self._faults: list[tuple[Fault, str | None]] = []
 
@@ -132,7 +133,8 @@ class FaultyHandler(HubHandler):
         kind = "blob" if self.path.startswith("/blobs/") else "resolve" if "/resolve/" in self.path else "api"
         with self.hub.lock:
             self.hub.requests.append((kind, self.path, dict(self.headers)))
-        if kind == "resolve" and self.hub.resolve_faults and self.hub.resolve_faults.pop(0)(self):
+        faults = {"resolve": self.hub.resolve_faults, "api": self.hub.api_faults}.get(kind, [])
+        if faults and faults.pop(0)(self):
             return
         super().do_GET()
 
