@@ -131,7 +131,7 @@ def test_repair_hashes_everything_and_fetches_what_is_wrong(hub: FaultyHub, tmp_
 def test_room_for_the_merge_is_part_of_the_preflight(
     hub: FaultyHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "_SLACK", 0)
+    monkeypatch.setattr(disk, "_MOST_SLACK", 0)
     monkeypatch.setattr(disk, "free_bytes", lambda _: 20_000_000)
     with pytest.raises(DiskFullError, match="for the merge"):
         pipeline(tmp_path, settings(merge__mode="always")).run()
