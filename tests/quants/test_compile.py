@@ -1,0 +1,51 @@
+"""Kernels compile for every GPU we serve on, inside its shared memory and without spilling much."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from glm5deploy.quants.formats import FORMATS
+
+# KiB of shared memory a program may have (CUDA programming guide, "Technical Specifications per Compute Capability")
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99}
+CASES = ("linear:Q4_K:1", "gate_up:Q5_K,Q4_K:64", "down:Q6_K:2048")
+# One type of each way to store codes and scales; the first GPU with everything the kernels use compiles them all.
+TYPES = ("Q4_0", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K", "IQ4_XS", "MXFP4", "IQ3_S", "IQ2_S", "BF16")
+SPILL_BYTES = 64  # of stack a thread, for tiles of 64 tokens; small tiles must not spill
+
+
+def compiled(capability: int, *cases: str) -> list[dict[str, int]]:
+    root = Path(__file__).parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(root)}
+    command = [sys.executable, "-m", "tests.quants.compile_check", str(capability), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [f["case"] for f in found] == list(cases)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+def test_fits_the_gpu(capability: int) -> None:
+    for found in compiled(capability, *CASES):
+        assert found["shared"] <= SHARED[capability] * 1024
+        assert found["stack"] <= (SPILL_BYTES if found["case"].endswith(":2048") else 0)
+
+
+@pytest.mark.slow
+def test_every_way_to_store_weights_compiles() -> None:
+    chosen = {
+        (f.low, f.high, bool(f.table), f.scales)
+        for f in (FORMATS[t] for t in (*TYPES, "Q4_K", "Q5_K", "IQ4_NL", "Q4_1"))
+    }
+    assert chosen == {(f.low, f.high, bool(f.table), f.scales) for f in FORMATS.values()}
+    for found in compiled(80, *(f"dense:{t}:0" if t != "BF16" else "linear:BF16:16" for t in TYPES), "dense:IQ4_NL:0"):
+        assert found["shared"] <= SHARED[80] * 1024
+        assert found["stack"] == 0
