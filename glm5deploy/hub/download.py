@@ -97,14 +97,12 @@ class Download:
             for thread in threads:
                 thread.start()
             try:
-                for thread in threads:
-                    while thread.is_alive():
-                        thread.join(0.2)
-            except BaseException:
+                while not stop.is_set() and any(thread.is_alive() for thread in threads):
+                    stop.wait(0.1)
+            finally:
                 stop.set()
                 for thread in threads:
-                    thread.join(1.0)
-                raise
+                    thread.join(1.0)  # those that still wait for bytes find ``stop`` when they wake
         if errors:
             raise errors[0]
 
@@ -128,8 +126,6 @@ class Download:
         self, file: RemoteFile, sources: list[Source], meter: Meter, stop: threading.Event, damaged: Path | None
     ) -> None:
         """Fetch one shard; ``damaged`` is the file that had its name before and was found wrong."""
-        from glm5deploy.gguf_files.header import read_header
-
         try:
             arrived = Transfer(self.destination, file, sources, self.policy, stop).run(meter.report)
             record_verified(self.destination, file, self.plan.commit, arrived.prefixes)
@@ -140,7 +136,6 @@ class Download:
             self.note(note)
         if damaged:
             self.note(f"{file.name}: {damaged} differs in {describe_spans(spans)}")
-        read_header(arrived.path)
         self.proved(file)
 
     def _check_set(self) -> None:
