@@ -19,7 +19,7 @@ from glm5deploy.pipeline.events import Event, Events
 from glm5deploy.pipeline.runner import Pipeline
 from glm5deploy.pipeline.status import Stale, UpToDate
 from glm5deploy.stages.fetch import FetchStage
-from tests.support.data import SET_A
+from tests.support.data import SET_A, tiny_glm5
 from tests.support.faulty_hub import FaultyHub
 from tests.support.shard_sets import write_set
 
@@ -60,6 +60,28 @@ def test_the_reference_set_is_fetched_and_recorded(hub: FaultyHub, tmp_path: Pat
     served = hub.served["bytes"]
     assert line.run()[0].ran is False
     assert hub.served["bytes"] == served
+
+
+@pytest.mark.parametrize(
+    ("quant", "names"),
+    [
+        ("Q8_0", ["GLM-tiny-B-Q8_0.gguf"]),
+        ("Q4_K_M", [f"Q4_K_M/GLM-tiny-B-Q4_K_M-0000{n}-of-00003.gguf" for n in (1, 2, 3)]),
+    ],
+)
+def test_single_files_and_folders_of_the_other_reference_model(
+    hub: FaultyHub, tmp_path: Path, quant: str, names: list[str]
+) -> None:
+    repo, source = "tiny/GLM-tiny-B-GGUF", tiny_glm5() / "GLM-tiny-B-GGUF"
+    hub.publish(repo, source)
+    (result,) = pipeline(tmp_path, settings(model__repo=repo, model__quant=quant)).run()
+    files = result.outputs["files"]
+    assert isinstance(files, list)
+    folder = tmp_path / "shards" / "tiny--GLM-tiny-B-GGUF"
+    assert [f["path"] for f in files] == [str(folder / name) for name in names]
+    assert [(folder / name).read_bytes() for name in names] == [(source / name).read_bytes() for name in names]
+    with pytest.raises(UsageError, match="2 quantisations and none was named"):
+        pipeline(tmp_path / "other", settings(model__repo=repo, model__quant="")).run()
 
 
 def test_the_plan_for_a_dry_run_writes_nothing(hub: FaultyHub, tmp_path: Path) -> None:
