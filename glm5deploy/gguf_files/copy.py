@@ -10,11 +10,12 @@ from pathlib import Path
 
 from glm5deploy.errors import FileFormatError, UsageError
 from glm5deploy.gguf_files.check import check_not_a_source, check_target, has_header, is_merged
+from glm5deploy.gguf_files.copier import Checkpoint
 from glm5deploy.gguf_files.journal import JournalState, load_journal
-from glm5deploy.gguf_files.merge_job import Checkpoint, MergeJob, journal_path, partial_path
+from glm5deploy.gguf_files.merge_job import MergeJob, journal_path, partial_path
 from glm5deploy.gguf_files.merge_options import MergeOptions, MergeResult
 from glm5deploy.gguf_files.merge_plan import Plan, plan_merge
-from glm5deploy.gguf_files.shards import ShardSet
+from glm5deploy.gguf_files.shards import ShardSet, parse_shard_name
 from glm5deploy.gguf_files.space import explain
 from glm5deploy.progress import ProgressSink, ignore_progress
 
@@ -79,4 +80,18 @@ def _plan(source: Path, output: Path, options: MergeOptions, state: JournalState
         raise FileFormatError(
             f"{written}: is not the file that {journal_path(output).name} describes", hint="fetch the shards again"
         )
+    _require_same_set(source, output, plan)
     return plan
+
+
+def _require_same_set(source: Path, output: Path, plan: Plan) -> None:
+    """What a journal wants released must be the very shards that the user names."""
+    paths = [Path(shard.path) for shard in plan.sources]
+    names = [parse_shard_name(path.name) for path in paths]
+    same_set = len({(path.parent, name and name.prefix) for path, name in zip(paths, names, strict=True)}) == 1
+    meant = source.absolute()
+    if not same_set or None in names or (meant not in paths and meant != paths[0].parent):
+        raise UsageError(
+            f"{output}: an interrupted merge --consume of other shards is here, those of {paths[0]}",
+            hint="finish that one with its own arguments, or choose another --output",
+        )

@@ -18,7 +18,8 @@ from glm5deploy.errors import FileFormatError
 from glm5deploy.gguf_files.ggml_types import ggml_type
 from glm5deploy.gguf_files.layout import LARGEST_ALIGNMENT, Layout, padded
 from glm5deploy.gguf_files.layout import TensorInfo as TensorInfo
-from glm5deploy.gguf_files.metadata import WIDTHS, Entry, Metadata, ValueType
+from glm5deploy.gguf_files.metadata import Metadata, ValueType
+from glm5deploy.gguf_files.pairs import read_pairs
 from glm5deploy.gguf_files.reader import ByteReader, ReadAt
 
 MAGIC = b"GGUF"
@@ -29,7 +30,6 @@ _MOST_PAIRS = 1 << 16
 _MOST_TENSORS = 1 << 17
 _SMALLEST_PAIR = 8 + 1 + 4 + 1
 _SMALLEST_TENSOR = 8 + 1 + 4 + 4 + 8
-_LONGEST_KEY = 65535
 _LONGEST_TENSOR_NAME = 64
 _MOST_DIMENSIONS = 4
 
@@ -77,7 +77,7 @@ def parse_header(read_at: ReadAt, size: int, name: str, *, alignments: Sequence[
     """
     reader = ByteReader(read_at, size, name)
     version, tensor_count, pair_count = _read_preamble(reader)
-    entries = _read_pairs(reader, pair_count)
+    entries = read_pairs(reader, pair_count)
     tensors = _read_tensors(reader, tensor_count)
     raw = bytes(reader.buffer[: reader.position])
     metadata = Metadata(name, raw, entries)
@@ -112,51 +112,6 @@ def _read_preamble(reader: ByteReader) -> tuple[int, int, int]:
                 hint="the file is cut or damaged: fetch it again",
             )
     return version, tensor_count, pair_count
-
-
-def _read_pairs(reader: ByteReader, count: int) -> tuple[Entry, ...]:
-    entries: dict[str, Entry] = {}
-    for index in range(count):
-        start = reader.position
-        key = reader.text(f"key {index + 1} of {count}", longest=_LONGEST_KEY)
-        if key in entries:
-            raise reader.error(start, f"key {key!r} appears twice, first at offset {entries[key].start}")
-        entries[key] = _read_value(reader, key, start)
-    return tuple(entries.values())
-
-
-def _read_value(reader: ByteReader, key: str, start: int) -> Entry:
-    kind = element = _value_type(reader, key)
-    length = 1
-    if kind is ValueType.ARRAY:
-        element = _value_type(reader, key)
-        if element is ValueType.ARRAY:
-            raise reader.error(start, f"key {key!r} is an array of arrays, which no GLM file has")
-        length = reader.u64(f"the length of {key!r}")
-    width = WIDTHS.get(element, 8)
-    if length * width > reader.size - reader.position:
-        raise reader.error(
-            reader.position,
-            f"key {key!r} claims {length} elements of {element.name.lower()}, more than the file's "
-            f"{reader.size} bytes hold",
-            hint="the file is cut or damaged: fetch it again",
-        )
-    value_start = reader.position
-    if element is ValueType.STRING:
-        reader.skip_strings(length, f"a string of key {key!r}")
-    else:
-        reader.require(length * width, f"the value of key {key!r}")
-        reader.position += length * width
-    return Entry(key, kind, element, length, start, value_start, reader.position)
-
-
-def _value_type(reader: ByteReader, key: str) -> ValueType:
-    at = reader.position
-    number = reader.u32(f"the type of key {key!r}")
-    try:
-        return ValueType(number)
-    except ValueError:
-        raise reader.error(at, f"key {key!r} has value type {number}, expected 0 to {max(ValueType)}") from None
 
 
 def _read_tensors(reader: ByteReader, count: int) -> tuple[TensorInfo, ...]:

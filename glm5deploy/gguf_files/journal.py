@@ -16,6 +16,7 @@ from typing import Any
 from glm5deploy.errors import FileFormatError
 
 _FORMAT = 1
+_MOST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -83,30 +84,26 @@ class Journal:
 def load_journal(path: Path) -> JournalState | None:
     """The state recorded at ``path``; None if there is none, or none that this program wrote."""
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        with path.open("rb") as file:
+            lines = file.read(_MOST_BYTES).split(b"\n")[:-1]
     except FileNotFoundError:
         return None
     except OSError as error:
         raise FileFormatError(f"{path}: cannot be read: {error.strerror}") from error
-    position, sha256 = 0, {}
     try:
-        first = json.loads(lines[0])
-        if first["format"] != _FORMAT:
+        first, *records = [json.loads(line) for line in lines]
+        if first["format"] != _FORMAT or not isinstance(first["plan"], dict):
             return None
-        for line in lines[1:]:
-            record = json.loads(line)
-            position = int(record["position"])
-            sha256.update(record["sha256"])
         return JournalState(
             plan=first["plan"],
-            digest=first["digest"],
+            digest=str(first["digest"]),
             identities=first["identities"],
-            consume=first["consume"],
-            verify=first["verify"],
-            position=position,
-            sha256=sha256,
+            consume=first["consume"] is True,
+            verify=first["verify"] is True,
+            position=int(records[-1]["position"]) if records else 0,
+            sha256={str(name): str(digest) for record in records for name, digest in record["sha256"].items()},
         )
-    except (IndexError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
 

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
 from glm5deploy.errors import DeployError, FileFormatError
 from glm5deploy.gguf_files.check import check_written
 from glm5deploy.gguf_files.consume import Consumption
+from glm5deploy.gguf_files.copier import Checkpoint, Copier
 from glm5deploy.gguf_files.journal import Journal, JournalState, sync_folder
 from glm5deploy.gguf_files.linux_files import reserve
 from glm5deploy.gguf_files.merge_options import MergeOptions, MergeResult
 from glm5deploy.gguf_files.merge_plan import Copy, Plan
-from glm5deploy.gguf_files.segments import Segment, batches, run_segments, tensor_segments, whole_blocks
+from glm5deploy.gguf_files.segments import whole_blocks
 from glm5deploy.gguf_files.space import larger_than_cache
-from glm5deploy.gguf_files.transfer import BUFFERED_CHUNK, DIRECT_CHUNK, Stopped, Transfer
-from glm5deploy.progress import Progress, ProgressSink
-
-Checkpoint = Callable[[str], None]
-
-_SECONDS_BETWEEN_REPORTS = 0.25
+from glm5deploy.gguf_files.transfer import BUFFERED_CHUNK, DIRECT_CHUNK, Transfer
+from glm5deploy.progress import ProgressSink
 
 
 class MergeJob:
@@ -44,7 +38,7 @@ class MergeJob:
         self._sha256: dict[str, str] = {}
         self._position = 0
         self._resumed_at = 0
-        self._stop = False
+        self._stop = threading.Event()
 
     def run(self, state: JournalState | None) -> MergeResult:
         """Copy what ``state`` says is missing, then give the file its name."""
@@ -68,8 +62,23 @@ class MergeJob:
                 done = [c for c in self.plan.tensors.values() if c.offset + c.length <= self._position]
                 for number in self._consumption.release(done, self._position):
                     transfer.forget(number)
-            self._copy(transfer, journal, cloned)
-            self._finish(transfer, descriptor)
+            copier = Copier(
+                self.plan,
+                transfer,
+                journal,
+                self.options,
+                cloned,
+                self._position,
+                self._verify,
+                self._consumption,
+                self._sha256,
+                self.output.name,
+                self._progress,
+                self._checkpoint,
+                self._stop.set,
+            )
+            copier.run()
+            self._finish(copier, descriptor)
         self.clean_up()
         return MergeResult(
             self.output,
@@ -102,7 +111,7 @@ class MergeJob:
             return 0
         self._verify = state.verify
         self._sha256 = dict(state.sha256)
-        self._position = max(state.position, len(header))
+        self._position = min(max(state.position, len(header)), self.plan.size)
         return self._position
 
     def _identities(self) -> list[list[int]]:
@@ -130,7 +139,7 @@ class MergeJob:
             partial,
             direct=direct,
             chunk_bytes=options.chunk_bytes or (DIRECT_CHUNK if direct else BUFFERED_CHUNK),
-            stopped=lambda: self._stop,
+            stopped=self._stop.is_set,
         )
 
     def _clone(self, transfer: Transfer) -> list[Copy]:
@@ -150,88 +159,17 @@ class MergeJob:
                 journal_path(self.output).unlink()
             raise
 
-    def _copy(self, transfer: Transfer, journal: Journal, cloned: list[Copy]) -> None:
-        if self._verify:
-            segments = tensor_segments(self.plan, self._position)
-        else:
-            segments = run_segments(self.plan, self._position, self.options.segment_bytes, cloned)
-        ahead = 1 if self._consumption is None else 0
-        waiting: deque[tuple[list[Segment], list[Future[str]]]] = deque()
-        with ThreadPoolExecutor(self.options.threads, thread_name_prefix="merge") as pool:
-            try:
-                for batch in batches(segments, self.options.journal_bytes, by_source=self._consumption is not None):
-                    waiting.append((batch, [pool.submit(self._copy_one, transfer, s, cloned) for s in batch]))
-                    if len(waiting) > ahead:
-                        self._settle(transfer, journal, *waiting.popleft())
-                while waiting:
-                    self._settle(transfer, journal, *waiting.popleft())
-            except BaseException:
-                self._stop = True
-                pool.shutdown(cancel_futures=True)
-                raise
-
-    def _copy_one(self, transfer: Transfer, segment: Segment, cloned: list[Copy]) -> str:
-        """Copy a segment; the sha256 of a whole tensor, else nothing."""
-        copy = segment.copy
-        if not segment.tensor:
-            transfer.copy(copy)
-            return ""
-        digest = hashlib.sha256()
-        if any(c.offset <= copy.offset and segment.end <= c.offset + c.length for c in cloned):
-            transfer.read_source(copy, digest)
-        else:
-            transfer.copy(copy, digest)
-        return digest.hexdigest()
-
-    def _settle(self, transfer: Transfer, journal: Journal, batch: list[Segment], futures: list[Future[str]]) -> None:
-        """Wait for a batch, flush it, record it, and only then let go of what it was copied from."""
-        while wait(futures, _SECONDS_BETWEEN_REPORTS).not_done:
-            self._report(transfer)
-        failures = [error for future in futures if (error := future.exception()) is not None]
-        for error in sorted(failures, key=lambda e: isinstance(e, Stopped)):
-            raise error
-        transfer.sync()
-        digests = {s.tensor: f.result() for s, f in zip(batch, futures, strict=True) if s.tensor}
-        self._sha256.update(digests)
-        if self._consumption is not None:
-            for name in digests:
-                self._read_back(transfer, name)
-        self._position = batch[-1].end
-        journal.reached(self._position, digests)
-        self._checkpoint(f"recorded {self._position}")
-        if self._consumption is not None:
-            for number in self._consumption.release([segment.copy for segment in batch], self._position):
-                transfer.forget(number)
-            self._checkpoint(f"released {self._position}")
-        self._report(transfer)
-
-    def _read_back(self, transfer: Transfer, name: str) -> None:
-        copy, digest = self.plan.tensors[name], hashlib.sha256()
-        transfer.read_back(copy.offset, copy.length, digest)
-        if digest.hexdigest() != self._sha256[name]:
-            raise FileFormatError(
-                f"{partial_path(self.output)}: at offset {copy.offset}: tensor {name!r} reads back differently from "
-                "what was written",
-                hint="the disk or the memory is faulty; the shards are untouched from this tensor on",
-            )
-
-    def _finish(self, transfer: Transfer, descriptor: int) -> None:
+    def _finish(self, copier: Copier, descriptor: int) -> None:
         for offset, length in self.plan.zeros:
             os.pwrite(descriptor, bytes(length), offset)
         os.fsync(descriptor)
         check_written(partial_path(self.output), self.plan)
         if self._verify and self._consumption is None:
-            with ThreadPoolExecutor(self.options.threads) as pool:
-                for future in [pool.submit(self._read_back, transfer, name) for name in self.plan.tensors]:
-                    future.result()
+            copier.verify_all()
         self._checkpoint("whole")
         partial_path(self.output).replace(self.output)
         sync_folder(self.output.parent)
         self._checkpoint("renamed")
-
-    def _report(self, transfer: Transfer) -> None:
-        done = min(max(self._position, self._resumed_at + transfer.moved), self.plan.size)
-        self._progress(Progress(self.output.name, done, self.plan.size))
 
 
 def partial_path(output: Path) -> Path:

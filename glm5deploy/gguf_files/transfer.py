@@ -7,7 +7,6 @@ aligned, moved into place in memory and written aligned, and the few bytes at a 
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import threading
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import Protocol
 
 from glm5deploy.errors import FileFormatError
-from glm5deploy.gguf_files.linux_files import BLOCK, clone_range, open_direct
+from glm5deploy.gguf_files.linux_files import BLOCK, clone_range
 from glm5deploy.gguf_files.merge_plan import Copy
+from glm5deploy.gguf_files.open_file import OpenFile, fill, write_all
 
 BUFFERED_CHUNK = 1 << 20
 DIRECT_CHUNK = 4 << 20
@@ -33,20 +33,6 @@ class Stopped(Exception):
     """Raised in a worker when another one failed or the user interrupted."""
 
 
-class _File:
-    """A file's buffered descriptor, and a direct one if the file system has it."""
-
-    def __init__(self, path: Path, flags: int, *, direct: bool) -> None:
-        self.path = path
-        self.buffered = os.open(path, flags | os.O_CLOEXEC)
-        self.direct = open_direct(path, flags) if direct else None
-
-    def close(self) -> None:
-        os.close(self.buffered)
-        if self.direct is not None:
-            os.close(self.direct)
-
-
 class Transfer:
     """Copies ranges of ``sources`` into ``target``; safe to use from several threads.
 
@@ -60,16 +46,17 @@ class Transfer:
         self._chunk = chunk_bytes
         self._stopped = stopped
         self._local = threading.local()
-        self._sources: list[_File | None] = []
-        self._target = _File(target, os.O_RDWR, direct=direct)
+        self._sources: list[OpenFile | None] = []
+        self._target = OpenFile(target, os.O_RDWR, direct=direct)
         self.direct = False
         self.cloning = True
         self.moved = 0
         self._moving = threading.Lock()
         try:
             for path in sources:
-                self._sources.append(None if path is None else _File(path, os.O_RDONLY, direct=direct))
-            self.direct = direct and self._direct_works()
+                self._sources.append(None if path is None else OpenFile(path, os.O_RDONLY, direct=direct))
+            files = [file for file in (*self._sources, self._target) if file is not None]
+            self.direct = direct and all(file.direct_works() for file in files)
         except BaseException:
             self.close()
             raise
@@ -120,33 +107,33 @@ class Transfer:
         """Feed the source's bytes of ``copy`` to ``sink``."""
         self._read(self._source(copy.source), copy.source_offset, copy.length, sink)
 
-    def _source(self, number: int) -> _File:
+    def _source(self, number: int) -> OpenFile:
         file = self._sources[number]
         if file is None:
             raise FileFormatError(f"shard {number + 1} is needed, but was released already")
         return file
 
-    def _read(self, file: _File, offset: int, length: int, sink: Sink) -> None:
+    def _read(self, file: OpenFile, offset: int, length: int, sink: Sink) -> None:
         buffer = self._buffers()[0]
         while length:
             part = buffer[: min(self._chunk, length)]
-            self._fill(file, file.buffered, part, offset)
+            fill(file, file.buffered, part, offset)
             sink.update(part)
             offset, length = offset + len(part), length - len(part)
 
-    def _copy_buffered(self, source: _File, source_offset: int, offset: int, length: int, sink: Sink | None) -> None:
+    def _copy_buffered(self, source: OpenFile, source_offset: int, offset: int, length: int, sink: Sink | None) -> None:
         buffer = self._buffers()[0]
         while length:
             part = buffer[: min(self._chunk, length)]
-            self._fill(source, source.buffered, part, source_offset)
+            fill(source, source.buffered, part, source_offset)
             if sink is not None:
                 sink.update(part)
-            _write(self._target.buffered, part, offset)
+            write_all(self._target.buffered, part, offset)
             self._count(len(part))
             source_offset, offset, length = source_offset + len(part), offset + len(part), length - len(part)
 
     def _copy_direct(
-        self, source: _File, descriptor: int, source_offset: int, offset: int, length: int, sink: Sink | None
+        self, source: OpenFile, descriptor: int, source_offset: int, offset: int, length: int, sink: Sink | None
     ) -> None:
         """``offset`` and ``length`` are whole blocks; ``source_offset`` is anything."""
         wide, aligned = self._buffers()
@@ -155,14 +142,14 @@ class Transfer:
         while length:
             size = min(self._chunk, length)
             window = wide[: -(-(before + size) // BLOCK) * BLOCK]
-            self._fill(source, descriptor, window, source_offset - before, at_least=before + size)
+            fill(source, descriptor, window, source_offset - before, at_least=before + size)
             part = wide[before : before + size]
             if sink is not None:
                 sink.update(part)
             if before:
                 aligned[:size] = part
                 part = aligned[:size]
-            _write(target, part, offset)
+            write_all(target, part, offset)
             self._count(size)
             source_offset, offset, length = source_offset + size, offset + size, length - size
 
@@ -172,37 +159,6 @@ class Transfer:
         if self._stopped():
             raise Stopped
 
-    def _direct_works(self) -> bool:
-        """Some file systems accept the flag and refuse the first transfer: try a block each way."""
-        buffer = memoryview(mmap.mmap(-1, BLOCK))
-        try:
-            for file in (*self._sources, self._target):
-                if file is not None and (file.direct is None or os.preadv(file.direct, [buffer], 0) < 0):
-                    return False
-            if os.preadv(self._target.buffered, [buffer], 0) == BLOCK and self._target.direct is not None:
-                os.pwrite(self._target.direct, buffer, 0)
-        except OSError as error:
-            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-                return False
-            raise
-        return True
-
-    @staticmethod
-    def _fill(file: _File, descriptor: int, part: memoryview, offset: int, *, at_least: int | None = None) -> int:
-        """Read ``part`` full, or ``at_least`` so much of it where the file may end inside the last block."""
-        needed, done = len(part) if at_least is None else at_least, 0
-        while done < needed:
-            got = os.preadv(descriptor, [part[done:]], offset + done)
-            ends_inside_block = at_least is not None and got % BLOCK and done + got < needed
-            if got == 0 or ends_inside_block:
-                missing = needed - done - got
-                raise FileFormatError(
-                    f"{file.path}: at offset {offset + done + got}: the file ends {missing} bytes too early",
-                    hint="it was cut while it was read: fetch it again",
-                )
-            done += got
-        return done
-
     def _buffers(self) -> tuple[memoryview, memoryview]:
         """Two page-aligned buffers of this thread: one block wider than a chunk at either end, and a chunk."""
         if not hasattr(self._local, "buffers"):
@@ -211,9 +167,3 @@ class Transfer:
             self._local.buffers = (wide, aligned)
         buffers: tuple[memoryview, memoryview] = self._local.buffers
         return buffers
-
-
-def _write(descriptor: int, part: memoryview, offset: int) -> None:
-    while part:
-        written = os.pwrite(descriptor, part, offset)
-        part, offset = part[written:], offset + written

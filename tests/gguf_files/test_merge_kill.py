@@ -177,3 +177,15 @@ def test_consume_refuses_links(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a link"):
         merge(source, output, MergeOptions(consume=True))
     assert merge(source, output).copied > 0
+
+
+def test_a_journal_can_only_have_the_named_shards_released(tmp_path: Path) -> None:
+    source, output = fresh(tmp_path / "set")
+    interrupted(source, output, CONSUME, "recorded")
+    other = write_split(MODEL, tmp_path / "other", [0, 4, 3, 2])
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match="an interrupted merge --consume of other shards is here"):
+        merge(other[0], output, MergeOptions(**CONSUME))  # type: ignore[arg-type]
+    assert sorted(tmp_path.rglob("*")) == before
+    merge(source.parent, output, MergeOptions(**CONSUME))  # type: ignore[arg-type]
+    assert output.read_bytes() == EXPECTED
