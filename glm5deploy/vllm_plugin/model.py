@@ -52,9 +52,10 @@ def require_own_selection(config: Any, first_layer: int, stages: int) -> None:
     pattern = getattr(config, "index_topk_pattern", None) or ""
     if first_layer < len(pattern) and pattern[first_layer] == "S":
         division = partition_variable(pattern, stages)
+        remedy = f"Set {VARIABLE}={division} on every node" if division else f"Unset {VARIABLE}"
         raise ValueError(
             f"a pipeline stage begins with layer {first_layer}, which shares the selection of an earlier layer in "
-            f"another process: its answers would be wrong. Set {VARIABLE}={division} on every node"
+            f"another process: its answers would be wrong. {remedy}"
         )
 
 

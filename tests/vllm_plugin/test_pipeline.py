@@ -17,6 +17,8 @@ def test_a_stage_must_begin_with_an_indexer() -> None:
     require_own_selection(config, 38, 2)
     with pytest.raises(ValueError, match=r"layer 39, which shares .* Set VLLM_PP_LAYER_PARTITION=38,40 on every node"):
         require_own_selection(config, 39, 2)
+    with pytest.raises(ValueError, match=r"Unset VLLM_PP_LAYER_PARTITION$"):
+        require_own_selection(SimpleNamespace(index_topk_pattern="FSFS"), 1, 2)
 
 
 @pytest.mark.parametrize("pattern", [None, "", "F" * 78])
