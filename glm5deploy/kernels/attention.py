@@ -1,17 +1,19 @@
-"""Host side of sparse MLA: checks, launch parameters, workspace."""
+"""Host side of sparse MLA: checks, launch parameters, scratch memory."""
 
 from __future__ import annotations
 
 import torch
 import triton
 
-from glm5deploy.kernels.latent_cache import byte_view
-from glm5deploy.kernels.layout import LATENT_DIM, PACKED_ROW_BYTES, QK_DIM, ROPE_DIM
+from glm5deploy.kernels.latent_cache import byte_view, token_stride
+from glm5deploy.kernels.layout import LATENT_DIM, PACKED_ROW_BYTES, QK_DIM, ROPE_DIM, require
 from glm5deploy.kernels.sparse_mla import combine_splits_kernel, sparse_mla_fwd_kernel
-from glm5deploy.kernels.tuning import SparseConfig
+from glm5deploy.kernels.tuning import Gpu, SparseConfig, gpu, sparse_config, sparse_rows
 
 _LOG2_E = 1.4426950408889634
-_COMBINE_DIMS = 256
+_COMBINE_WARPS = 4
+# One token's partial output and its partial lse.
+_PARTIAL = LATENT_DIM + 1
 
 
 def sparse_mla_fwd(
@@ -26,29 +28,121 @@ def sparse_mla_fwd(
     config: SparseConfig | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.sparse_mla` on the GPU.
+
+    Args:
+        q: [T, H, 576], or the pair [T, H, 512] and [T, H, 64]; bf16 or fp16, unit stride in the last dimension.
+        rows: the latent cache as rows [N, 576] of q's type, or packed uint8 [N, 656] (`fp8_ds_mla`); contiguous rows.
+            Rows that no slot names may hold anything.
+        slots: int32 [T, K], physical rows, -1 for none.
+        counts: int32 [T]; entries of slots[t] from counts[t] on are not looked at. None: all K are.
+        scale: factor on the scores.
+        out, lse: [T, H, 512] of q's type and fp32 [T, H], contiguous; made when absent.
+        workspace: fp32, `split_workspace_elements` of it; made when absent and needed.
+        config, splits: launch parameters in place of the table's.
+
+    Returns:
+        out and lse (natural logarithm). A token without a valid slot gives zeros and -inf.
+    """
     nope, rope = q if isinstance(q, tuple) else (q[..., :LATENT_DIM], q[..., LATENT_DIM:])
-    tokens, heads, _ = nope.shape
+    tokens, heads, width = nope.shape
     keys = slots.shape[1]
     packed = rows.dtype == torch.uint8
-    if out is None:
-        out = nope.new_empty((tokens, heads, LATENT_DIM))
-    if lse is None:
-        lse = nope.new_empty((tokens, heads), dtype=torch.float32)
-    scales, ropes = (byte_view(rows, torch.float32), byte_view(rows, nope.dtype if nope.element_size()==2 else torch.bfloat16)) if packed else (rows, rows)
-    per_split = triton.cdiv(triton.cdiv(keys, splits), config.block_keys) * config.block_keys
-    splits = triton.cdiv(keys, per_split)
+    _check(nope, rope, rows, slots, packed)
+    require(width == LATENT_DIM, f"q must have {QK_DIM} dimensions, or {LATENT_DIM} and {ROPE_DIM}")
+    out = nope.new_empty((tokens, heads, LATENT_DIM)) if out is None else out
+    lse = nope.new_empty((tokens, heads), dtype=torch.float32) if lse is None else lse
+    require(out.is_contiguous() and lse.is_contiguous(), "out and lse must be contiguous")
+    if tokens == 0:
+        return out, lse
+    of = gpu(nope.device)
+    config = sparse_config(of, packed, heads, tokens) if config is None else config
+    wanted = config.splits(tokens, heads, keys, of.multiprocessors) if splits is None else splits
+    # Whole steps for each split; rounding up can leave fewer splits.
+    keys_per_split = triton.cdiv(triton.cdiv(keys, wanted), config.block_keys) * config.block_keys
+    splits = max(1, triton.cdiv(keys, keys_per_split))
+    part, part_lse = out, lse
     if splits > 1:
-        ws = workspace if workspace is not None else nope.new_empty(tokens*heads*splits*513, dtype=torch.float32)
-        n = tokens * heads * splits * LATENT_DIM
-        part, part_lse = ws[:n], ws[n:n + tokens * heads * splits]
-    else:
-        part, part_lse = out, lse
-    grid = (triton.cdiv(heads, config.block_heads), tokens, splits)
-    sparse_mla_fwd_kernel[grid](
-        nope, rope, rows, scales, ropes, slots, counts if counts is not None else slots, part, part_lse, scale * _LOG2_E, keys, per_split,
-        nope.stride(0), nope.stride(1), rope.stride(0), rope.stride(1), slots.stride(0),
-        H=heads, BH=config.block_heads, BK=config.block_keys, SPLIT=splits > 1, KV_FP8=packed, HAS_COUNTS=counts is not None,
-        num_warps=config.warps, num_stages=config.stages)
+        size = tokens * heads * splits
+        workspace = nope.new_empty(size * _PARTIAL, dtype=torch.float32) if workspace is None else workspace
+        require(workspace.numel() >= size * _PARTIAL, f"workspace must hold {size * _PARTIAL} fp32")
+        part, part_lse = workspace[: size * LATENT_DIM], workspace[size * LATENT_DIM : size * _PARTIAL]
+    scales, ropes = (byte_view(rows, torch.float32), byte_view(rows, _rope_type(nope))) if packed else (rows, rows)
+    sparse_mla_fwd_kernel[(triton.cdiv(heads, config.block_heads), tokens, splits)](
+        nope,
+        rope,
+        rows,
+        scales,
+        ropes,
+        slots,
+        slots if counts is None else counts,
+        part,
+        part_lse,
+        scale * _LOG2_E,
+        keys,
+        keys_per_split,
+        token_stride(nope),
+        nope.stride(1),
+        token_stride(rope),
+        rope.stride(1),
+        slots.stride(0),
+        H=heads,
+        BH=config.block_heads,
+        BK=config.block_keys,
+        SPLIT=splits > 1,
+        KV_FP8=packed,
+        ASM=packed and nope.is_cuda and nope.dtype == torch.bfloat16,
+        HAS_COUNTS=counts is not None,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
     if splits > 1:
-        combine_splits_kernel[(tokens * heads, LATENT_DIM // _COMBINE_DIMS)](part, part_lse, out, lse, splits, BS=triton.next_power_of_2(splits), BD=_COMBINE_DIMS, num_warps=4)
+        dims = combine_dims(tokens * heads, of)
+        combine_splits_kernel[(tokens * heads, LATENT_DIM // dims)](
+            part,
+            part_lse,
+            out,
+            lse,
+            splits,
+            BS=combine_splits(splits),
+            BD=dims,
+            num_warps=_COMBINE_WARPS,
+        )
     return out, lse
+
+
+def _check(nope: torch.Tensor, rope: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, packed: bool) -> None:
+    width = PACKED_ROW_BYTES if packed else QK_DIM
+    require(rope.shape == (*nope.shape[:2], ROPE_DIM), f"the RoPE part of q must be [T, H, {ROPE_DIM}]")
+    require(nope.stride(2) == rope.stride(2) == 1, "q must have unit stride in its last dimension")
+    require(rows.shape[1] == width and rows.stride() == (width, 1), f"rows must be contiguous [N, {width}]")
+    require(packed or rows.dtype == nope.dtype, "rows must have q's type, or be packed uint8")
+    require(slots.dtype == torch.int32 and slots.stride(1) == 1, "slots must be int32 with unit column stride")
+
+
+def _rope_type(nope: torch.Tensor) -> torch.dtype:
+    return nope.dtype if nope.element_size() == 2 else torch.bfloat16
+
+
+def combine_splits(splits: int) -> int:
+    """Splits the combine kernel is compiled for: 8, 32 or 64."""
+    return 8 if splits <= 8 else 32 if splits <= 32 else 64
+
+
+def combine_dims(rows: int, of: Gpu) -> int:
+    """Dimensions a combine program takes: fewer where the rows alone would leave multiprocessors idle."""
+    return 128 if rows < 2 * of.multiprocessors else 512
+
+
+def split_workspace_elements(heads: int, keys: int, device: torch.device, packed: bool | None = None) -> int:
+    """fp32 elements `sparse_mla_fwd` needs at most, over every number of tokens and both cache types (or one)."""
+    of = gpu(device)
+    kinds = (False, True) if packed is None else (packed,)
+    most = 0
+    for row in (row for kind in kinds for row in sparse_rows(of, kind, heads)):
+        # Splits times programs never exceed this, and one token always gets as many splits as its row allows.
+        programs = of.multiprocessors * row.config.per_sm
+        head_blocks = triton.cdiv(heads, row.config.block_heads)
+        if programs >= 2 * head_blocks:
+            most = max(most, programs // head_blocks * heads)
+    return max(1, most) * _PARTIAL

@@ -1,5 +1,6 @@
 """Query preparation and the index-key cache: quantise, store, gather. Layout: `layout.py`."""
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 import triton
@@ -8,7 +9,9 @@ import triton.language as tl
 from glm5deploy.kernels.fp8 import e4m3_to_f32, f32_to_e4m3, power_of_two_scale
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "weights", "weights_out"])
+@triton.jit(
+    do_not_specialize=["stride_weights"], do_not_specialize_on_alignment=["positions", "weights", "weights_out"]
+)
 def prepare_query_kernel(
     q,  # [T, J, 128]
     weights,  # [T, J]
@@ -83,7 +86,8 @@ def store_keys_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["keys", "requests", "steps"], do_not_specialize_on_alignment=["cumulative", "block_table"]
+    do_not_specialize=["keys", "requests", "steps", "stride_table"],
+    do_not_specialize_on_alignment=["cumulative", "block_table"],
 )
 def gather_keys_kernel(
     values,  # key cache seen as uint8

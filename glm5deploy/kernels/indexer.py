@@ -7,9 +7,9 @@ import triton
 
 from glm5deploy.kernels.index_cache import gather_keys_kernel, prepare_query_kernel, store_keys_kernel
 from glm5deploy.kernels.indexer_logits import paged_logits_kernel, ragged_logits_kernel
-from glm5deploy.kernels.latent_cache import byte_view
-from glm5deploy.kernels.layout import INDEX_DIM, INDEX_KEY_BYTES, INDEX_ROPE_DIM
-from glm5deploy.kernels.tuning import LogitsConfig
+from glm5deploy.kernels.latent_cache import byte_view, token_stride
+from glm5deploy.kernels.layout import INDEX_DIM, INDEX_KEY_BYTES, INDEX_ROPE_DIM, require
+from glm5deploy.kernels.tuning import LogitsConfig, gpu, paged_config, ragged_config
 
 _FP8 = torch.float8_e4m3fn
 _STORE_TOKENS = 16
@@ -31,12 +31,12 @@ def prepare_index_query(
     16-bit float that holds the same numbers (for GPUs whose matrix unit takes no e4m3), and weights_out fp32 [T, J].
     """
     tokens, heads, width = q.shape
-    assert width == INDEX_DIM and q.stride(2) == 1, f"q must be [T, J, {INDEX_DIM}] with unit stride"
-    assert heads & (heads - 1) == 0, f"index heads must be a power of two, got {heads}"
-    assert cos_sin.shape[1] == INDEX_ROPE_DIM and cos_sin.is_contiguous(), f"cos_sin must be [P, {INDEX_ROPE_DIM}]"
-    assert weights.stride(1) == 1, "weights must have unit column stride"
+    require(width == INDEX_DIM and q.stride(2) == 1, f"q must be [T, J, {INDEX_DIM}] with unit stride")
+    require(heads & (heads - 1) == 0, f"index heads must be a power of two, got {heads}")
+    require(cos_sin.shape[1] == INDEX_ROPE_DIM and cos_sin.is_contiguous(), f"cos_sin must be [P, {INDEX_ROPE_DIM}]")
+    require(weights.stride(1) == 1, "weights must have unit column stride")
     codes = values.dtype == _FP8
-    assert values.is_contiguous() and weights_out.is_contiguous(), "outputs must be contiguous"
+    require(values.is_contiguous() and weights_out.is_contiguous(), "outputs must be contiguous")
     if tokens == 0:
         return values, weights_out
     prepare_query_kernel[(tokens,)](
@@ -47,7 +47,7 @@ def prepare_index_query(
         values.view(torch.uint8) if codes else values,
         weights_out,
         factor,
-        q.stride(0),
+        token_stride(q),
         q.stride(1),
         weights.stride(0),
         J=heads,
@@ -59,16 +59,16 @@ def prepare_index_query(
 
 def _check_cache(cache: torch.Tensor) -> None:
     width = cache.shape[2]
-    assert cache.dtype == torch.uint8, "index-key cache must be uint8"
-    assert width == INDEX_KEY_BYTES, f"index-key cache must be [blocks, block_size, {INDEX_KEY_BYTES}], got {width}"
-    assert cache.stride(1) == width and cache.stride(2) == 1, "tokens of a block must be adjacent"
+    require(cache.dtype == torch.uint8, "index-key cache must be uint8")
+    require(width == INDEX_KEY_BYTES, f"index-key cache must be [blocks, block_size, {INDEX_KEY_BYTES}], got {width}")
+    require(cache.stride(1) == width and cache.stride(2) == 1, "tokens of a block must be adjacent")
 
 
 def store_index_keys(cache: torch.Tensor, k: torch.Tensor, slots: torch.Tensor) -> None:
     """`reference.store_index_keys` on the GPU: k [T, 128], slots int [T], cache uint8 [blocks, block_size, 132]."""
     _check_cache(cache)
     tokens = slots.shape[0]
-    assert k.shape[1] == INDEX_DIM and k.stride(1) == 1, f"k must be [T, {INDEX_DIM}] with unit column stride"
+    require(k.shape[1] == INDEX_DIM and k.stride(1) == 1, f"k must be [T, {INDEX_DIM}] with unit column stride")
     if tokens == 0:
         return
     store_keys_kernel[(triton.cdiv(tokens, _STORE_TOKENS),)](
@@ -77,7 +77,7 @@ def store_index_keys(cache: torch.Tensor, k: torch.Tensor, slots: torch.Tensor) 
         cache,
         byte_view(cache, torch.float32),
         tokens,
-        k.stride(0),
+        token_stride(k),
         cache.stride(0),
         BLOCK=cache.shape[1],
         BT=_STORE_TOKENS,
@@ -130,21 +130,22 @@ def ragged_logits(
     starts: torch.Tensor,
     ends: torch.Tensor,
     logits: torch.Tensor,
-    config: LogitsConfig,
-    programs: int,
+    config: LogitsConfig | None = None,
 ) -> torch.Tensor:
     """Scores of prefill queries: logits[t, s - starts[t]] for s in starts[t] .. ends[t] - 1; other columns stay.
 
     q [T, J, 128] and k [S, 128] share a type: float8_e4m3fn with k_scale fp32 [S], or a 16-bit float. weights fp32
-    [T, J]; starts, ends int32 [T]; logits fp32 [T, >= longest row]; programs: how many the launch should have.
+    [T, J]; starts, ends int32 [T]; logits fp32 [T, >= longest row].
     """
     tokens, heads, _ = q.shape
-    assert q.dtype == k.dtype and q.is_contiguous() and k.is_contiguous(), "q and k must share a type, contiguous"
-    assert weights.is_contiguous() and weights.dtype == torch.float32, "weights must be contiguous fp32"
+    require(q.dtype == k.dtype and q.is_contiguous() and k.is_contiguous(), "q and k must share a type, contiguous")
+    require(weights.is_contiguous() and weights.dtype == torch.float32, "weights must be contiguous fp32")
     if tokens == 0 or k.shape[0] == 0:
         return logits
+    of = gpu(q.device)
+    config = ragged_config(of, q.dtype == _FP8) if config is None else config
     query_blocks = triton.cdiv(tokens, config.block_queries)
-    splits = max(1, min(programs // query_blocks, triton.cdiv(k.shape[0], config.block_keys)))
+    splits = max(1, min(of.multiprocessors * config.per_sm // query_blocks, triton.cdiv(k.shape[0], config.block_keys)))
     ragged_logits_kernel[(query_blocks, splits)](
         q,
         k,
@@ -172,8 +173,7 @@ def paged_logits(
     lengths: torch.Tensor,
     block_table: torch.Tensor,
     logits: torch.Tensor,
-    config: LogitsConfig,
-    programs: int,
+    config: LogitsConfig | None = None,
 ) -> torch.Tensor:
     """Scores of decode queries, next_n = T / B to a request: logits[r, s] for s < lengths[r]; other columns stay.
 
@@ -186,9 +186,13 @@ def paged_logits(
     if tokens == 0:
         return logits
     next_n = tokens // requests
-    assert tokens == requests * next_n, f"{tokens} query rows are no multiple of {requests} requests"
+    require(tokens == requests * next_n, f"{tokens} query rows are no multiple of {requests} requests")
     fp8 = q.dtype == _FP8
-    per_request = max(1, min(programs // requests, triton.cdiv(logits.shape[1], config.block_keys)))
+    of = gpu(q.device)
+    config = paged_config(of, fp8) if config is None else config
+    per_request = max(
+        1, min(of.multiprocessors * config.per_sm // requests, triton.cdiv(logits.shape[1], config.block_keys))
+    )
     paged_logits_kernel[(requests, per_request)](
         q,
         byte_view(cache, _FP8) if fp8 else cache,

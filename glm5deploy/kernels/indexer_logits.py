@@ -4,6 +4,7 @@ Keys are the rows of the matrix product and (query, head) pairs its columns: the
 thread and its three neighbours. See README.md for the arithmetic.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 import triton
@@ -20,7 +21,7 @@ def _weighted_scores(b_k, b_qt, b_w, BS: tl.constexpr, BQ: tl.constexpr, J: tl.c
 
 
 @triton.jit(
-    do_not_specialize=["tokens"],
+    do_not_specialize=["tokens", "stride_logits"],
     do_not_specialize_on_alignment=["starts", "ends", "weights", "k_scale", "logits"],
 )
 def ragged_logits_kernel(
@@ -71,7 +72,7 @@ def ragged_logits_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["next_n"],
+    do_not_specialize=["next_n", "stride_table", "stride_logits"],
     do_not_specialize_on_alignment=["lengths", "block_table", "weights", "logits"],
 )
 def paged_logits_kernel(

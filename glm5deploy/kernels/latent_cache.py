@@ -1,5 +1,6 @@
 """Writes the latent cache: plain rows of 576, or packed rows of 656 bytes (`fp8_ds_mla`)."""
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 import torch
@@ -7,7 +8,7 @@ import triton
 import triton.language as tl
 
 from glm5deploy.kernels.fp8 import f32_to_e4m3, power_of_two_scale
-from glm5deploy.kernels.layout import LATENT_DIM, PACKED_ROW_BYTES, QK_DIM, ROPE_DIM
+from glm5deploy.kernels.layout import LATENT_DIM, PACKED_ROW_BYTES, QK_DIM, ROPE_DIM, require
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -64,9 +65,9 @@ def store_latent(
     tokens = slots.shape[0]
     packed = cache.dtype == torch.uint8
     width = PACKED_ROW_BYTES if packed else QK_DIM
-    assert cache.shape[2] == width and cache.stride(1) == width, f"cache rows must be {width} wide and adjacent"
-    assert latent.shape[1] == LATENT_DIM and rope.shape[1] == ROPE_DIM, "latent must be [T, 512] and rope [T, 64]"
-    assert latent.stride(1) == rope.stride(1) == 1, "latent and rope must have unit column stride"
+    require(cache.shape[2] == width and cache.stride(1) == width, f"cache rows must be {width} wide and adjacent")
+    require(latent.shape[1] == LATENT_DIM and rope.shape[1] == ROPE_DIM, "latent must be [T, 512] and rope [T, 64]")
+    require(latent.stride(1) == rope.stride(1) == 1, "latent and rope must have unit column stride")
     if tokens == 0:
         return
     scales, ropes = (byte_view(cache, torch.float32), byte_view(cache, rope_dtype)) if packed else (cache, cache)
@@ -77,8 +78,8 @@ def store_latent(
         cache,
         scales,
         ropes,
-        latent.stride(0),
-        rope.stride(0),
+        token_stride(latent),
+        token_stride(rope),
         cache.stride(0),
         BLOCK=cache.shape[1],
         PACKED=packed,
@@ -89,5 +90,10 @@ def store_latent(
 def byte_view(cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A one-dimensional view of a uint8 cache's memory as another type; only its address and type are meant."""
     start = cache.storage_offset()
-    assert start % dtype.itemsize == 0 and cache.stride(0) % dtype.itemsize == 0, "cache is not aligned for its views"
+    require(start % dtype.itemsize == 0 and cache.stride(0) % dtype.itemsize == 0, "cache is not aligned for its views")
     return cache.as_strided((dtype.itemsize,), (1,), start).view(dtype)
+
+
+def token_stride(tensor: torch.Tensor) -> int:
+    """Stride of the first dimension; for a single token any multiple of 16, so that its kernel is the others' too."""
+    return tensor.stride(0) if tensor.shape[0] > 1 else 16

@@ -24,3 +24,9 @@ PACKED_ROW_BYTES = PACKED_ROPE_OFFSET + 2 * ROPE_DIM
 INDEX_DIM = 128
 INDEX_ROPE_DIM = 64
 INDEX_KEY_BYTES = INDEX_DIM + 4
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError with the message unless the condition holds: a kernel itself trusts its caller."""
+    if not condition:
+        raise ValueError(message)

@@ -22,6 +22,7 @@ from glm5deploy.kernels.layout import (
     PACKED_SCALE_OFFSET,
     QK_DIM,
     ROPE_DIM,
+    require,
 )
 
 # Elements of the largest temporary: 16 Mi fp32 values are 64 MiB.
@@ -188,7 +189,7 @@ def index_cache_views(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Values uint8 [blocks, block_size, 128] and scales fp32 [blocks, block_size] of a uint8 [blocks, block_size, 132]
     index-key cache, as views (blocks may lie further apart than their size)."""
     blocks, block_size, width = cache.shape
-    assert width == INDEX_KEY_BYTES, f"index-key cache must be [blocks, block_size, {INDEX_KEY_BYTES}], got {width}"
+    require(width == INDEX_KEY_BYTES, f"index-key cache must be [blocks, block_size, {INDEX_KEY_BYTES}], got {width}")
     stride = cache.stride(0)
     values = cache.as_strided((blocks, block_size, INDEX_DIM), (stride, INDEX_DIM, 1))
     tail = cache.storage_offset() + block_size * INDEX_DIM

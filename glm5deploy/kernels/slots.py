@@ -1,14 +1,17 @@
 """Request-local positions to physical cache rows."""
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
+from glm5deploy.kernels.layout import require
+
 
 @triton.jit(
-    do_not_specialize=["columns", "rows_per_block", "table_width"],
+    do_not_specialize=["columns", "rows_per_block", "table_width", "stride_positions", "stride_table", "stride_slots"],
     do_not_specialize_on_alignment=["positions", "request_of_token", "block_table", "slots", "counts"],
 )
 def slots_kernel(
@@ -54,8 +57,8 @@ def slots_from_positions(
     A row index must fit int32: rows_per_block * blocks < 2^31 (bytes are addressed in 64 bits by the readers).
     """
     tokens, columns = positions.shape
-    assert positions.dtype == block_table.dtype == out.dtype == torch.int32, "positions, table and out must be int32"
-    assert positions.stride(1) == block_table.stride(1) == out.stride(1) == 1, "rows must have unit column stride"
+    require(positions.dtype == block_table.dtype == out.dtype == torch.int32, "positions, table and out must be int32")
+    require(positions.stride(1) == block_table.stride(1) == out.stride(1) == 1, "rows must have unit column stride")
     if tokens == 0:
         return out, counts
     block_columns = triton.next_power_of_2(columns)

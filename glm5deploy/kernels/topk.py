@@ -1,20 +1,23 @@
-"""Exact top-k of ragged rows by bisection of the value range in registers.
+"""Exact top-k of ragged rows, the row's values held in registers.
 
-A program holds up to BLOCK columns of one row. It counts how many reach a threshold, narrows the threshold's range
-until exactly k do or one value is left, and writes the survivors in column order; of the columns equal to the
-threshold the first ones win. Longer rows take two or more rounds: every block keeps its own k best, which contain
-the row's k best, and the next round selects among those. No histogram, no atomics, and the same result every time.
+A program holds up to BLOCK columns of one row. It narrows the range of the k-th largest value, by counting how many
+values reach each of four pivots, until exactly k reach its lower end or one value is left; then it writes the
+survivors in column order, and of the columns equal to the threshold the first ones win. Longer rows take two or more
+rounds: every block keeps its own k best, which contain the row's k best, and the next round selects among those.
+Nothing is shared between programs, so the result is the same every time.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
+from glm5deploy.kernels.layout import require
+
 # Columns a program holds in registers: 16 a thread.
-BLOCK_COLUMNS = 16384
-_WARPS = 32
+BLOCK_COLUMNS = 8192
 MAX_K = 4096
 
 
@@ -26,9 +29,34 @@ def _ordered_key(b_x):
     return tl.where(b_x == b_x, b_key, -2139095041)
 
 
+@triton.jit
+def _key_value(key):
+    """The fp32 number of a key."""
+    return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _clamped_key(value, least, most):
+    """Key of an fp32 number, NaN included, moved into least .. most."""
+    return tl.minimum(tl.maximum(_ordered_key(value), least), most)
+
+
+@triton.jit
+def _narrow(low, high, reach, above, pivot, count, k):
+    """Bounds of the k-th largest key and the counts that belong to them, after `count` keys reached `pivot`."""
+    rise = (count >= k) & (pivot > low)
+    fall = (count < k) & (pivot < high)
+    return (
+        tl.where(rise, pivot, low),
+        tl.where(fall, pivot, high),
+        tl.where(rise, count, reach),
+        tl.where(fall, count, above),
+    )
+
+
 @triton.jit(
-    do_not_specialize=["k", "rounds_before"],
-    do_not_specialize_on_alignment=["scores", "positions", "starts", "lengths", "keys_out", "positions_out", "topk"],
+    do_not_specialize=["k", "rounds_before", "stride_in", "stride_out", "stride_topk"],
+    do_not_specialize_on_alignment=["positions", "starts", "lengths", "keys_out", "positions_out", "topk"],
 )
 def topk_kernel(
     scores,  # first round: logits fp32 [T, stride_in]; later: keys int32 that the round before kept
@@ -45,6 +73,7 @@ def topk_kernel(
     stride_topk,
     FIRST: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    ALIGNED: tl.constexpr,  # rows start at multiples of 16 bytes
     BLOCK: tl.constexpr,
 ):
     i_t = tl.program_id(0).to(tl.int64)
@@ -60,7 +89,10 @@ def topk_kernel(
         return
     n = tl.minimum(width - i_b * BLOCK, BLOCK)
     m_c = o_c < n
-    o_in = i_t * stride_in + i_b * BLOCK + o_c
+    o_in = i_t * stride_in
+    if ALIGNED:
+        o_in = tl.multiple_of(o_in, 4)
+    o_in += i_b * BLOCK + o_c
     if FIRST:
         if HAS_STARTS:
             o_in += tl.load(starts + i_t)
@@ -71,17 +103,43 @@ def topk_kernel(
 
     low = -2147483648
     if n > k:
-        # At least k keys reach low, fewer than k reach high.
+        # Invariant: `reach` keys, at least k, are low or more; `above`, fewer than k, are high or more.
         low = tl.min(tl.where(m_c, b_key, 2147483647), axis=0)
         high = tl.max(b_key, axis=0) + 1
         reach = n
+        above = 0
+        turn = 0
         while (reach != k) & (high - 1 != low):
-            middle = low + ((high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)) >> 1).to(tl.int32)
-            count = tl.sum((b_key >= middle).to(tl.int32), axis=0)
-            enough = count >= k
-            reach = tl.where(enough, count, reach)
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
+            least, most = low + 1, high - 1
+            low_value = _key_value(low)
+            span = _key_value(high) - low_value
+            step = (high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)) // 5
+            if (turn % 3 != 2) & (span < 3.0e38):
+                # Where a straight line between the two known counts reaches k, with a narrow and a wide margin.
+                guess = low_value + span * ((reach - k + 0.5) / (reach - above))
+                pivot1 = _clamped_key(guess - span * 0.125, least, most)
+                pivot2 = _clamped_key(guess - span * 0.015625, least, most)
+                pivot3 = _clamped_key(guess + span * 0.015625, least, most)
+                pivot4 = _clamped_key(guess + span * 0.125, least, most)
+            else:
+                # Equal fifths of the keys: this alone ends after 14 rounds, whatever the values.
+                pivot1 = tl.maximum(low + step.to(tl.int32), least)
+                pivot2 = tl.maximum(low + (2 * step).to(tl.int32), least)
+                pivot3 = tl.maximum(low + (3 * step).to(tl.int32), least)
+                pivot4 = tl.maximum(low + (4 * step).to(tl.int32), least)
+            # Four counts of at most 16 bits in one reduction.
+            b_pair = (b_key >= pivot1).to(tl.int32) + ((b_key >= pivot2).to(tl.int32) << 16)
+            b_pair2 = (b_key >= pivot3).to(tl.int32) + ((b_key >= pivot4).to(tl.int32) << 16)
+            counts = tl.sum(b_pair.to(tl.int64) + (b_pair2.to(tl.int64) << 32), axis=0)
+            low, high, reach, above = _narrow(low, high, reach, above, pivot1, (counts & 0xFFFF).to(tl.int32), k)
+            low, high, reach, above = _narrow(
+                low, high, reach, above, pivot2, ((counts >> 16) & 0xFFFF).to(tl.int32), k
+            )
+            low, high, reach, above = _narrow(
+                low, high, reach, above, pivot3, ((counts >> 32) & 0xFFFF).to(tl.int32), k
+            )
+            low, high, reach, above = _narrow(low, high, reach, above, pivot4, (counts >> 48).to(tl.int32), k)
+            turn += 1
 
     m_above = b_key > low
     m_equal = (b_key == low) & m_c
@@ -91,10 +149,7 @@ def topk_kernel(
     b_equal = b_count >> 16
     m_keep = m_above | (m_equal & (b_equal <= room))
     o_out = (b_count & 0xFFFF) + tl.minimum(b_equal, room) - 1
-    if FIRST:
-        b_position = i_b * BLOCK + o_c
-    else:
-        b_position = tl.load(positions + o_in, mask=m_c, other=0)
+    b_position = i_b * BLOCK + o_c if FIRST else tl.load(positions + o_in, mask=m_c, other=0)
     if width <= BLOCK:
         p_top = topk + i_t * stride_topk
         tl.store(p_top + o_out, b_position, mask=m_keep)
@@ -103,6 +158,11 @@ def topk_kernel(
         o_out += i_b * k
         tl.store(keys_out + i_t * stride_out + o_out, b_key, mask=m_keep)
         tl.store(positions_out + i_t * stride_out + o_out, b_position, mask=m_keep)
+
+
+def block_warps(block: int) -> int:
+    """Warps of a program: 16 columns a thread."""
+    return min(32, max(1, block // 512))
 
 
 def _kept_widths(width: int, k: int, block: int) -> list[int]:
@@ -138,15 +198,16 @@ def select_topk(
         workspace: int32, `topk_workspace_elements` of it, when max_length exceeds one block.
     """
     rows = logits.shape[0]
-    assert logits.dtype == torch.float32 and logits.stride(1) == 1, "logits must be fp32 with unit column stride"
-    assert 1 <= k <= min(MAX_K, block // 2), f"k must be 1 .. {min(MAX_K, block // 2)}, got {k}"
-    assert out.dtype == torch.int32 and out.shape[1] >= k and out.stride(1) == 1, "out must be int32 [T, >= k]"
+    require(logits.dtype == torch.float32 and logits.stride(1) == 1, "logits must be fp32 with unit column stride")
+    require(1 <= k <= min(MAX_K, block // 2), f"k must be 1 .. {min(MAX_K, block // 2)}, got {k}")
+    require(out.dtype == torch.int32 and out.shape[1] >= k and out.stride(1) == 1, "out must be int32 [T, >= k]")
     kept = _kept_widths(max_length, k, block)
     buffers: list[torch.Tensor] = []
     if kept:
-        assert workspace is not None, "rows longer than one block need a workspace"
+        if workspace is None:
+            raise ValueError("rows longer than one block need a workspace")
         sizes = [rows * width for width in kept[:2]]
-        assert workspace.numel() >= 2 * sum(sizes), f"workspace must hold {2 * sum(sizes)} int32"
+        require(workspace.numel() >= 2 * sum(sizes), f"workspace must hold {2 * sum(sizes)} int32")
         for size in sizes:
             buffers += [workspace[:size], workspace[size : 2 * size]]
             workspace = workspace[2 * size :]
@@ -174,8 +235,9 @@ def select_topk(
             out.stride(0),
             FIRST=index == 0,
             HAS_STARTS=index == 0 and starts is not None,
+            ALIGNED=starts is None and width % 4 == 0,
             BLOCK=block,
-            num_warps=min(_WARPS, max(1, block // 512)),
+            num_warps=block_warps(block),
         )
         source, positions, width = keys_out, positions_out, wide_out
     return out

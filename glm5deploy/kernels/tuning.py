@@ -1,46 +1,66 @@
 """Launch parameters, chosen ahead of time: a table by GPU family, heads, tokens and cache type.
 
-Nothing is measured or compiled while serving. `install --tune` measures the rows on the GPU at hand
-(`scripts/bench_sparse_mla.py --tune`) and writes them to a file that `load_table` reads.
+Nothing is measured or compiled while serving. `tune.py` measures rows on the GPU at hand and writes them to a file;
+a process that finds the file named in GLM5DEPLOY_KERNEL_TABLE looks there first.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass
+import os
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-# Shared memory one program may use, bytes.
+import torch
+
+TABLE_VARIABLE = "GLM5DEPLOY_KERNEL_TABLE"
+# Architectures the table is compiled for in the tests, their shared memory for one program (bytes), multiprocessors.
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10, 121: 99 << 10}
-MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 188, 121: 48}
-# e4m3 operands of a matrix product, and conversions, exist in Triton from here on.
+# e4m3 operands of a matrix product exist in Triton from here on.
 FIRST_FP8_ARCH = 89
+MAX_SPLITS = 64
+# Bytes a thread may spill to local memory before a launch counts as broken; a row that was measured to be the fastest
+# in spite of more says so itself.
+SPILL_LIMIT = 128
+
+_ANY = 1 << 30
+_LARGE = ("sm80", "sm90")
+_ALL = ("sm80", "sm90", "small")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SparseConfig:
     """One launch of the sparse attention kernel."""
 
-    block_heads: int  # heads of a program, 16 at least (the matrix unit's smallest row count)
+    block_heads: int  # heads of a program, at least 16, the matrix unit's smallest row count
     block_keys: int  # selected rows of one step
     warps: int
     stages: int
-    per_sm: int  # programs a multiprocessor is meant to hold; the number of splits follows from it
+    per_sm: int  # programs a multiprocessor is meant to hold: the number of splits follows from it
 
     def splits(self, tokens: int, heads: int, keys: int, multiprocessors: int) -> int:
-        """Splits of K that fill the GPU without leaving a program less than one step."""
+        """Splits of K that fill the GPU and leave each program at least one step."""
         programs = tokens * -(-heads // self.block_heads)
-        most = -(-keys // self.block_keys)
-        return max(1, min(most, MAX_SPLITS, multiprocessors * self.per_sm // max(1, programs)))
+        steps = -(-keys // self.block_keys)
+        return max(1, min(steps, MAX_SPLITS, multiprocessors * self.per_sm // max(1, programs)))
 
 
-MAX_SPLITS = 64
+@dataclass(frozen=True, slots=True)
+class SparseRow:
+    """A row of the table: it serves heads <= max_heads and tokens <= max_tokens; the first that fits is taken."""
+
+    families: tuple[str, ...]
+    packed: bool
+    max_heads: int
+    max_tokens: int
+    config: SparseConfig
+    spill_limit: int = SPILL_LIMIT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LogitsConfig:
-    """One launch of an indexer logits kernel."""
+    """One launch of an indexer logits kernel; block_queries is the ragged kernel's alone."""
 
     block_queries: int
     block_keys: int
@@ -49,27 +69,129 @@ class LogitsConfig:
     per_sm: int
 
 
-@dataclass(frozen=True)
-class SparseRow:
-    """A table row: it serves heads <= max_heads and tokens <= max_tokens on the archs it names."""
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What the choice depends on: sm80 has 163 KiB of shared memory, sm90 227, small 99."""
 
-    archs: tuple[int, ...]
-    packed: bool
-    max_heads: int
-    max_tokens: int
-    config: SparseConfig
+    arch: int
+    multiprocessors: int
+    family: str
 
 
-_ANY = 1 << 30
-_ALL = (80, 86, 89, 90, 100, 120, 121)
-_LARGE = (80, 90, 100)
-_SMALL = (86, 89, 120, 121)
-
+# Measured on an H200 (docs/benchmarks/kernels.md); the other families take the rows that fit their shared memory.
 SPARSE_TABLE: tuple[SparseRow, ...] = (
-    SparseRow(_ALL, False, 16, 16, SparseConfig(16, 64, 4, 2, 2)),
-    SparseRow(_ALL, False, 16, _ANY, SparseConfig(16, 32, 4, 2, 4)),
-    SparseRow(_ALL, False, _ANY, 8, SparseConfig(16, 64, 4, 2, 1)),
-    SparseRow((90,), False, _ANY, _ANY, SparseConfig(64, 32, 8, 3, 1)),
-    SparseRow(_ALL, False, _ANY, _ANY, SparseConfig(32, 32, 8, 2, 2)),
+    SparseRow(_ALL, False, 16, 2, SparseConfig(16, 32, 4, 3, 1)),
+    SparseRow(_ALL, False, 16, 16, SparseConfig(16, 64, 4, 2, 1)),
+    SparseRow(_ALL, False, 16, 1024, SparseConfig(16, 64, 4, 2, 2)),
+    SparseRow(_ALL, False, 16, _ANY, SparseConfig(16, 32, 2, 2, 4)),
+    SparseRow(_ALL, False, _ANY, 32, SparseConfig(16, 64, 4, 2, 2)),
+    SparseRow(_LARGE, False, _ANY, _ANY, SparseConfig(32, 64, 4, 2, 2), 256),
+    SparseRow(("small",), False, _ANY, _ANY, SparseConfig(32, 32, 4, 2, 1)),
+    SparseRow(_ALL, True, 16, 2, SparseConfig(16, 64, 8, 2, 1)),
+    SparseRow(("sm90",), True, _ANY, _ANY, SparseConfig(64, 32, 8, 2, 1), 640),
     SparseRow(_ALL, True, _ANY, _ANY, SparseConfig(16, 32, 4, 2, 2)),
 )
+
+# By (family, e4m3 operands).
+RAGGED_TABLE: dict[tuple[str, bool], LogitsConfig] = {
+    ("sm80", False): LogitsConfig(4, 64, 4, 3, 4),
+    ("sm90", True): LogitsConfig(4, 128, 4, 3, 4),
+    ("small", True): LogitsConfig(4, 64, 4, 3, 4),
+    ("small", False): LogitsConfig(2, 64, 4, 3, 4),
+}
+PAGED_TABLE: dict[tuple[str, bool], LogitsConfig] = {
+    ("sm80", False): LogitsConfig(0, 64, 4, 3, 4),
+    ("sm90", True): LogitsConfig(0, 128, 4, 3, 4),
+    ("small", True): LogitsConfig(0, 128, 4, 3, 4),
+    ("small", False): LogitsConfig(0, 64, 4, 3, 4),
+}
+
+# The interpreter has no multiprocessors; few programs keep its tests short.
+_INTERPRETED = Gpu(90, 4, "sm90")
+
+
+def family_of(arch: int, shared_bytes: int) -> str:
+    """Family of an architecture, the measured ones and those that come later, by what fits their shared memory."""
+    if shared_bytes >= SHARED_LIMIT[90] and arch >= FIRST_FP8_ARCH:
+        return "sm90"
+    return "sm80" if shared_bytes >= SHARED_LIMIT[80] and arch < FIRST_FP8_ARCH else "small"
+
+
+@functools.cache
+def gpu(device: torch.device) -> Gpu:
+    """The GPU of a tensor's device; a stand-in on a CPU, where only the interpreter runs."""
+    if device.type != "cuda":
+        return _INTERPRETED
+    properties = torch.cuda.get_device_properties(device)
+    arch = properties.major * 10 + properties.minor
+    shared = getattr(properties, "shared_memory_per_block_optin", SHARED_LIMIT.get(arch, 99 << 10))
+    return Gpu(arch, properties.multi_processor_count, family_of(arch, shared))
+
+
+@functools.cache
+def sparse_config(of: Gpu, packed: bool, heads: int, tokens: int) -> SparseConfig:
+    """The first row that serves the launch, measured ones (`load_table`) before the built-in table."""
+    for row in (*_measured(of), *SPARSE_TABLE):
+        if of.family in row.families and row.packed == packed and heads <= row.max_heads and tokens <= row.max_tokens:
+            return row.config
+    raise AssertionError(f"no table row for {of}, packed={packed}, heads={heads}, tokens={tokens}")
+
+
+def sparse_rows(of: Gpu, packed: bool, heads: int) -> list[SparseRow]:
+    """The rows that can serve this many heads, in the order they are tried."""
+    rows = (*_measured(of), *SPARSE_TABLE)
+    return [row for row in rows if of.family in row.families and row.packed == packed and heads <= row.max_heads]
+
+
+def ragged_config(of: Gpu, fp8: bool) -> LogitsConfig:
+    """Launch parameters of the prefill logits, for e4m3 or 16-bit operands."""
+    return RAGGED_TABLE.get((of.family, fp8), RAGGED_TABLE["small", fp8])
+
+
+def paged_config(of: Gpu, fp8: bool) -> LogitsConfig:
+    """Launch parameters of the decode logits, for e4m3 or 16-bit operands."""
+    return PAGED_TABLE.get((of.family, fp8), PAGED_TABLE["small", fp8])
+
+
+@functools.cache
+def _measured(of: Gpu) -> tuple[SparseRow, ...]:
+    path = os.environ.get(TABLE_VARIABLE)
+    return load_table(Path(path), of) if path else ()
+
+
+def save_table(path: Path, of: Gpu, rows: list[SparseRow]) -> None:
+    """Write measured rows for one kind of GPU, whole or not at all."""
+    text = json.dumps({"version": 1, "gpu": asdict(of), "rows": [asdict(row) for row in rows]}, indent=1)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text + "\n")
+    partial.replace(path)
+
+
+def load_table(path: Path, of: Gpu) -> tuple[SparseRow, ...]:
+    """Rows measured on this kind of GPU; none when the file is missing or was measured on another kind.
+
+    Raises ValueError when the file is there and is no such table: serving with other parameters than the operator
+    measured would go unnoticed.
+    """
+    if not path.exists():
+        return ()
+    try:
+        content = json.loads(path.read_text())
+        if content["version"] != 1:
+            raise ValueError(f"version {content['version']}")
+        if content["gpu"] != asdict(of):
+            return ()
+        return tuple(_row(entry) for entry in content["rows"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no kernel table ({error}): delete it or measure again") from error
+
+
+def _row(entry: dict[str, object]) -> SparseRow:
+    config = entry["config"]
+    names = {field.name for field in fields(SparseConfig)}
+    if not isinstance(config, dict) or set(config) != names or not all(isinstance(v, int) for v in config.values()):
+        raise ValueError(f"a row's config must have the integers {sorted(names)}")
+    families, heads, tokens = entry["families"], entry["max_heads"], entry["max_tokens"]
+    if not isinstance(families, list) or not isinstance(heads, int) or not isinstance(tokens, int):
+        raise ValueError("a row needs families, max_heads and max_tokens")
+    return SparseRow(tuple(str(f) for f in families), bool(entry["packed"]), heads, tokens, SparseConfig(**config))

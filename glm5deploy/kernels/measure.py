@@ -1,0 +1,41 @@
+"""Times kernels the way they run while serving: as replays of a CUDA graph, over inputs larger than the L2 cache."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+# Calls captured into one graph when the replay's own cost is to be spread.
+CALLS_PER_GRAPH = 16
+
+
+def graph_time(calls: Sequence[Callable[[], object]], repeats: int = 20, per_graph: int = CALLS_PER_GRAPH) -> float:
+    """Median microseconds of one call, from replays of a graph that holds `per_graph` of them.
+
+    `calls` do the same work on different inputs and are taken in turn, so that no replay finds its inputs in cache.
+    """
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(per_graph):
+            calls[index % len(calls)]()
+    graph.replay()
+    times: list[float] = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / per_graph)
+    return statistics.median(times)
+
+
+def relative_rms(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Root-mean-square error over the root-mean-square of the reference; NaN anywhere gives NaN."""
+    difference = (value.double() - reference.double()).norm()
+    return float(difference / reference.double().norm().clamp_min(1e-30))

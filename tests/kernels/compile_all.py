@@ -1,0 +1,222 @@
+"""Compiles every kernel with every launch configuration for every supported GPU, without a GPU.
+
+`python -m tests.kernels.compile_all` prints one JSON object a line: kernel, configuration, arch, bytes of shared memory
+and of stack (spilled registers). It runs apart from the tests' process, which has Triton's interpreter switched on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from glm5deploy.kernels.tuning import (
+    FIRST_FP8_ARCH,
+    SHARED_LIMIT,
+    SPARSE_TABLE,
+    SPILL_LIMIT,
+    Gpu,
+    family_of,
+    paged_config,
+    ragged_config,
+)
+
+BF16, F32, I32, I64, U8, E4M3 = "*bf16", "*fp32", "*i32", "*i64", "*u8", "*fp8e4nv"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One compilation: argument types not named are int32; `aligned` arguments are multiples of 16."""
+
+    kernel: str
+    arch: int
+    warps: int
+    stages: int
+    types: dict[str, str]
+    constants: dict[str, Any]
+    aligned: tuple[str, ...] = field(default=())
+    spill_limit: int = SPILL_LIMIT
+
+
+def sparse_jobs(arch: int, family: str) -> Iterator[Job]:
+    unlimited: set[tuple[bool, int]] = set()
+    for row in SPARSE_TABLE:
+        if family not in row.families or (row.packed, row.max_heads) in unlimited:
+            continue
+        config = row.config
+        last = row.max_tokens >= 1 << 30
+        if last:
+            unlimited.add((row.packed, row.max_heads))
+        types = {"q_nope": BF16, "q_rope": BF16, "rows": U8 if row.packed else BF16, "ropes": BF16, "slots": I32}
+        types |= {"scales": F32 if row.packed else BF16, "counts": I32, "lse": F32, "scale_log2": "fp32"}
+        constants = {"H": min(row.max_heads, 64) // (2 if row.max_heads == 16 else 1), "BH": config.block_heads}
+        constants |= {"BK": config.block_keys, "KV_FP8": row.packed, "ASM": row.packed, "HAS_COUNTS": True}
+        strides = ("stride_nope_t", "stride_nope_h", "stride_rope_t", "stride_rope_h")
+        split = not last or (row.packed and config.block_heads == 16)
+        yield Job(
+            "sparse_mla.sparse_mla_fwd_kernel",
+            arch,
+            config.warps,
+            config.stages,
+            types | {"out": F32 if split else BF16},
+            constants | {"SPLIT": split},
+            ("q_nope", "q_rope", "rows", "scales", "ropes", "out", "lse", *strides),
+            row.spill_limit,
+        )
+    for splits, dims in ((8, 128), (8, 512), (32, 128), (64, 128)):
+        types = {"partial": F32, "partial_lse": F32, "out": BF16, "lse": F32}
+        yield Job("sparse_mla.combine_splits_kernel", arch, 4, 3, types, {"BS": splits, "BD": dims}, ("partial", "out"))
+
+
+def indexer_jobs(arch: int, family: str) -> Iterator[Job]:
+    fp8 = arch >= FIRST_FP8_ARCH
+    values = E4M3 if fp8 else BF16
+    of = Gpu(arch, 1, family)
+    ragged, paged = ragged_config(of, fp8), paged_config(of, fp8)
+    types = {"q": values, "k": values, "k_scale": F32, "weights": F32, "starts": I32, "ends": I32, "logits": F32}
+    constants = {"J": 32, "BQ": ragged.block_queries, "BS": ragged.block_keys, "HAS_SCALE": fp8}
+    yield Job("indexer_logits.ragged_logits_kernel", arch, ragged.warps, ragged.stages, types, constants, ("q", "k"))
+    types = {"q": values, "values": E4M3 if fp8 else U8, "scales": F32, "weights": F32}
+    types |= {"lengths": I32, "block_table": I32, "logits": F32}
+    for next_n in (1, 4):
+        constants = {"J": 32, "NQ": next_n, "BS": paged.block_keys, "BLOCK": 64, "KEYS_FP8": fp8}
+        yield Job(
+            "indexer_logits.paged_logits_kernel",
+            arch,
+            paged.warps,
+            paged.stages,
+            types,
+            constants,
+            ("q", "values", "scales", "stride_block"),
+        )
+    types = {"q": BF16, "weights": BF16, "positions": I64, "cos_sin": BF16, "weights_out": F32, "factor": "fp32"}
+    yield Job(
+        "index_cache.prepare_query_kernel",
+        arch,
+        4,
+        3,
+        types | {"q_out": U8 if fp8 else BF16},
+        {"J": 32, "CODES": fp8},
+        ("q", "cos_sin", "q_out", "stride_q_t", "stride_q_j"),
+    )
+    types = {"k": BF16, "slots": I64, "values": U8, "scales": F32}
+    aligned = ("values", "scales", "stride_block")
+    yield Job("index_cache.store_keys_kernel", arch, 4, 3, types, {"BLOCK": 64, "BT": 16}, ("k", "stride_k", *aligned))
+    types = {"values": U8, "scales": F32, "block_table": I32, "cumulative": I32, "scale_out": F32}
+    yield Job(
+        "index_cache.gather_keys_kernel",
+        arch,
+        4,
+        3,
+        types | {"k_out": U8 if fp8 else BF16},
+        {"BLOCK": 64, "BS": 32, "CODES": fp8},
+        ("k_out", *aligned),
+    )
+
+
+def other_jobs(arch: int) -> Iterator[Job]:
+    from glm5deploy.kernels.topk import BLOCK_COLUMNS, block_warps
+
+    types = {"positions": I32, "starts": I32, "lengths": I32, "keys_out": I32, "positions_out": I32, "topk": I32}
+    for first in (True, False):
+        constants = {"FIRST": first, "HAS_STARTS": False, "ALIGNED": True, "BLOCK": BLOCK_COLUMNS}
+        yield Job(
+            "topk.topk_kernel",
+            arch,
+            block_warps(BLOCK_COLUMNS),
+            3,
+            types | {"scores": F32 if first else I32},
+            constants,
+            ("scores",),
+        )
+    types = {"positions": I32, "request_of_token": I64, "block_table": I32, "slots": I32, "counts": I32}
+    yield Job("slots.slots_kernel", arch, 4, 3, types, {"BLOCK": 64, "BK": 2048})
+    for packed in (False, True):
+        types = {"latent": BF16, "rope": BF16, "slots": I64, "cache": U8 if packed else BF16, "cache_ropes": BF16}
+        types |= {"cache_scales": F32 if packed else BF16}
+        aligned = ("latent", "rope", "cache", "cache_scales", "cache_ropes")
+        yield Job(
+            "latent_cache.store_latent_kernel",
+            arch,
+            1,
+            3,
+            types,
+            {"BLOCK": 64, "PACKED": packed},
+            (*aligned, "stride_latent", "stride_rope", "stride_block"),
+        )
+
+
+def jobs() -> list[Job]:
+    """Every job once: rows of the table that differ in their numbers of tokens alone share a compilation."""
+    found: dict[str, Job] = {}
+    for arch, limit in SHARED_LIMIT.items():
+        family = family_of(arch, limit)
+        for job in (*sparse_jobs(arch, family), *indexer_jobs(arch, family), *other_jobs(arch)):
+            found.setdefault(repr(job), job)
+    return list(found.values())
+
+
+def compile_one(job: Job) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, name = job.kernel.split(".")
+    kernel = getattr(import_module(f"glm5deploy.kernels.{module}"), name)
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in job.constants else job.types.get(n, "i32") for n in names}
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(n),): value for n, value in job.constants.items()},
+        {(names.index(n),): [["tt.divisibility", 16]] for n in job.aligned},
+    )
+    options = {"num_warps": job.warps, "num_stages": job.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", job.arch, 32), options=options)
+    facts = {
+        "kernel": name,
+        "arch": job.arch,
+        "spill_limit": job.spill_limit,
+        "warps": job.warps,
+        "stages": job.stages,
+        **job.constants,
+    }
+    return {**facts, "shared": compiled.metadata.shared, "stack": stack_bytes(compiled.asm["cubin"])}
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Bytes of local memory a thread needs, from the binary's own resource table."""
+    from triton.backends import nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        printed = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    found = re.search(r"STACK:(\d+)", printed)
+    assert found is not None, f"no resource table in {printed!r}"
+    return int(found[1])
+
+
+def main() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        for result in pool.map(compile_one, jobs()):
+            sys.stdout.write(json.dumps(result) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Every kernel, every configuration, every GPU: compiled here, measured against the GPU's limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from glm5deploy.kernels.tuning import SHARED_LIMIT
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_every_configuration_fits_every_gpu() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_all"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    results = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {r["arch"] for r in results} == set(SHARED_LIMIT)
+    assert len({r["kernel"] for r in results}) == 10
+    too_large = [r for r in results if r["shared"] > SHARED_LIMIT[r["arch"]]]
+    spilling = [r for r in results if r["stack"] > r["spill_limit"]]
+    assert not too_large
+    assert not spilling
