@@ -33,6 +33,8 @@ LINEAR_TYPES = ("Q4_K", "Q6_K", "Q8_0")
 LINEAR_TOKENS = (1, 4, 16, 64, 512, 2048)
 MOE_TYPES = (("Q4_K", "Q4_K", "Q4_K"), ("Q4_K", "Q4_K", "Q6_K"))
 MOE_TOKENS = (1, 4, 16, 64, 256, 2048)
+# A minimum over the scale that puts zero in the middle of the codes
+MINIMUM = {"Q4_K": 7.5, "Q5_K": 15.5, "Q2_K": 1.5, "Q4_1": -7.5, "Q5_1": -15.5}
 EXPERTS, TOPK, HIDDEN, UNITS = 256, 8, 6144, 256
 
 
@@ -41,18 +43,24 @@ def random_planes(name: str, rows: int, columns: int, experts: int = 1) -> Plane
     fmt = format_of(name)
     out = empty_planes(name, rows, columns, experts, "cuda")
     for e in range(experts):
-        blocks = torch.randint(
-            0, 256, (rows, columns // fmt.block_elements, fmt.block_bytes), dtype=torch.uint8, device="cuda"
-        )
-        for k, at in enumerate(fmt.halves[:1] if name == "IQ4_XS" else fmt.halves):
-            scale = (torch.rand(blocks.shape[:-1], device="cuda") + 1) * (0.01 if k == 0 else 0.04)
-            blocks[..., at : at + 2] = scale.to(torch.float16)[..., None].view(torch.uint8)
-        if name == "MXFP4":
-            blocks[..., 0] = 120
         if fmt.dense:
             values = torch.randn((rows, columns), device="cuda") * 0.02
             dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
-            blocks = values.to(dtype).view(torch.uint8)
+            out.slice(e, e + 1).copy_(repack(name, values.to(dtype).view(torch.uint8)))
+            continue
+        shape = (rows, columns // fmt.block_elements, fmt.block_bytes)
+        blocks = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
+        scale = (torch.rand(shape[:-1], device="cuda") + 1) * 0.01
+        for k, at in enumerate(fmt.halves[:1] if name == "IQ4_XS" else fmt.halves):
+            half = (scale * (MINIMUM[name] if k else 1)).to(torch.float16)
+            blocks[..., at : at + 2] = half[..., None].view(torch.uint8)
+        if name in ("Q4_K", "Q5_K"):  # a group's minimum byte near its scale byte, as weights around zero have it
+            blocks[..., 8:12] = blocks[..., 4:8] ^ (blocks[..., 8:12] & 3)
+            blocks[..., 12:16] = (blocks[..., 12:16] & 15) * 17 ^ (blocks[..., 12:16] & 0x30)
+        if name == "Q2_K":
+            blocks[..., :16] = (blocks[..., :16] & 15) * 17 ^ (blocks[..., :16] & 0x10)
+        if name == "MXFP4":
+            blocks[..., 0] = 120
         out.slice(e, e + 1).copy_(repack(name, blocks.reshape(rows, -1)))
     return out
 
@@ -113,7 +121,7 @@ def one_us(calls: list[Callable[[], object]], replays: int = 40) -> float:
 
 def bench_linear(name: str, n: int, k: int, full: bool) -> list[dict[str, object]]:
     bytes_read = n * k * format_of(name).plane_bytes // 256
-    copies = max(2, min(16, round(2.5e8 / bytes_read)))
+    copies = max(2, min(64, round(2.5e8 / bytes_read)))  # more than the L2 cache holds
     weights = [random_planes(name, n, k) for _ in range(copies)]
     dense = [reference.dequantize_planes(w)[0].to(torch.bfloat16) for w in weights[: max(2, copies // 4)]]
     rows: list[dict[str, object]] = []
@@ -216,7 +224,7 @@ def sweep_moe(
 
 
 def sweep_linear(name: str, n: int, k: int) -> list[dict[str, object]]:
-    copies = 12 if n * k < 3e7 else 2
+    copies = max(2, min(64, round(2.5e8 / (n * k * format_of(name).plane_bytes // 256))))
     weights = [random_planes(name, n, k) for _ in range(copies)]
     found: list[dict[str, object]] = []
     for m in (1, 16, 64):

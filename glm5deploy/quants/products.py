@@ -20,14 +20,17 @@ EXACT_TERMS = 4096  # up to so many pairs a token's terms are kept in fp32, then
 _tickets: dict[torch.device, torch.Tensor] = {}
 
 
-def kernel_format(fmt: Format) -> tuple[object, ...]:
-    """A format as kernels take it: (low, high, zero, scales, table, factor); zero is taken off codes before scaling.
+def kernel_format(fmt: Format, fine: bool = False) -> tuple[object, ...]:
+    """A format as kernels take it: (low, high, zero, scales, table, factor, fine).
+
+    ``zero`` is taken off codes before scaling. ``fine`` multiplies by what bf16 cuts off the scale as well, so that a
+    weight's only rounding is its own; three products in a row, as experts are, need that.
 
     Types with a minimum have it in the middle of the codes, which keeps the rest of the minimum small and its rounding
     harmless.
     """
     zero = 1 << (fmt.low + fmt.high - 1) if fmt.has_min else fmt.offset
-    return fmt.low, fmt.high, zero, int(fmt.scales), fmt.table, fmt.factor
+    return fmt.low, fmt.high, zero, int(fmt.scales), fmt.table, fmt.factor, fine
 
 
 def _pointers(planes: Planes) -> tuple[torch.Tensor, ...]:
@@ -63,8 +66,8 @@ def unpack_rows(planes: Planes, start: int, stop: int, dtype: torch.dtype = torc
     out = torch.empty((stop - start, planes.columns), dtype=dtype, device=planes.low.device)
     grid = (planes.supers, triton.cdiv(stop - start, 64))
     dense_kernel[grid](
-        *_pointers(planes), out, planes.rows, start, stop, planes.columns, FMT=kernel_format(planes.format), BN=64,
-        EVEN=planes.columns % 256 == 0, PTX=dtype == torch.bfloat16, num_warps=4,
+        *_pointers(planes), out, planes.rows, start, stop, planes.columns, FMT=kernel_format(planes.format, True),
+        BN=64, EVEN=planes.columns % 256 == 0, PTX=dtype == torch.bfloat16, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -143,14 +146,15 @@ def moe(
     ptx = x.dtype == torch.bfloat16
     gate_up_kernel[(blocks, items, a.parts)](
         x, *_pointers(gate), *_pointers(up), ids, order, work, hidden, parts, tickets, pairs, n, gate.columns,
-        x.stride(0), gate.supers, G=kernel_format(gate.format), U=kernel_format(up.format), TOPK=topk, BN=a.bn, BM=a.bm,
+        x.stride(0), gate.supers, G=kernel_format(gate.format, True), U=kernel_format(up.format, True), TOPK=topk,
+        BN=a.bn, BM=a.bm,
         PARTS=a.parts, PAIRS=search, EVEN=gate.columns % 256 == 0, PTX=ptx, num_warps=a.warps,
         num_stages=a.stages,
     )  # fmt: skip
     terms = torch.empty((pairs, down.rows), dtype=torch.float32 if pairs <= EXACT_TERMS else x.dtype, device=x.device)
     down_kernel[(spans, items)](
         hidden, *_pointers(down), ids, order, work, weights, terms, out, tickets, pairs, down.rows, n, down.supers,
-        FMT=kernel_format(down.format), TOPK=topk, BN=b.bn, BM=b.bm, TILES=b.tiles, PAIRS=search,
+        FMT=kernel_format(down.format, True), TOPK=topk, BN=b.bn, BM=b.bm, TILES=b.tiles, PAIRS=search,
         ONE=down.supers == 1, EVEN=n % 256 == 0, PTX=ptx, num_warps=b.warps, num_stages=b.stages,
     )  # fmt: skip
     return out

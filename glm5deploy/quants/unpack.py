@@ -71,7 +71,7 @@ def _table_lines(table: tuple[int, ...]) -> list[str]:
 @triton.constexpr_function
 def pair_text(fmt: tuple, p: int) -> str:
     """PTX for tiles 2p ($0) and 2p + 1 ($1) from elements j, j + 1 of a plane: $2, $3, and of ``high``: $4, $5."""
-    low, high, zero, _, table, _ = fmt
+    low, high, zero, _, table, _, _ = fmt
     lines = [".reg .b32 a, b, h, t, v, t0, t1, t2, t3, magic, one, minus, off;", "mov.b32 magic, 0x43004300;"]
     if low == 8 or table:
         lines += [f"mov.b32 minus, {_bf16_pair(-1)};"]
@@ -157,25 +157,28 @@ def code_pair(w, h, P: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
                 return (a - FMT[2]).to(tl.float32), (b - FMT[2]).to(tl.float32)
 
 
+@triton.constexpr_function
+def scaled_text(has_min: bool, fine: bool) -> str:
+    """PTX on two weights: $0 = $1 * scale ($2) + rest of the minimum ($6); $4 is what bf16 cut off the scale."""
+    lines = ["mov.b32 z, 0x80008000;"]
+    rest = "$6" if has_min else "z"
+    if fine:
+        lines.append(f"fma.rn.bf16x2 z, $1, $4, {rest};")
+        rest = "z"
+    return "{ .reg .b32 z; " + " ".join(lines) + f" fma.rn.bf16x2 $0, $1, $2, {rest}; }}"
+
+
 @triton.jit
-def scaled(t, s, c, HAS_MIN: tl.constexpr, PTX: tl.constexpr):
-    """t * s + c on a tile [BN, 32]; s, c from ``_group_scale``, broadcastable to it: fp32, or two bf16 in an int32."""
+def scaled(t, s, r, c, FMT: tl.constexpr, HAS_MIN: tl.constexpr, PTX: tl.constexpr):
+    """t * s + c on a tile [BN, 32]; s, r (its remainder), c broadcast to it: fp32, or two equal bf16 in an int32."""
     if PTX:
+        text: tl.constexpr = scaled_text(HAS_MIN, FMT[6])
         s = tl.broadcast_to(s, t.shape)
-        if HAS_MIN:
-            c = tl.broadcast_to(c, t.shape)
-            return tl.inline_asm_elementwise(
-                "fma.rn.bf16x2 $0, $1, $2, $4;", "=r,r,r,r,r,r", [t, s, c], dtype=tl.bfloat16, is_pure=True, pack=2
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }",
-                "=r,r,r,r",
-                [t, s],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
+        r = tl.broadcast_to(r, t.shape) if FMT[6] else s  # operands the text does not name are not to be computed
+        c = tl.broadcast_to(c, t.shape) if HAS_MIN else s
+        return tl.inline_asm_elementwise(
+            text, "=r,r,r,r,r,r,r,r", [t, s, r, c], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
     else:
         return t * s + c
 
@@ -286,18 +289,24 @@ def _byte_times(word, B: tl.constexpr, d, BIAS: tl.constexpr, PTX: tl.constexpr)
 
 @triton.jit
 def _twice(s, PTX: tl.constexpr):
-    """fp32 to a pair of equal bf16 in an int32, which two neighbouring weights share."""
+    """fp32 to a pair of equal bf16 in an int32, for two neighbouring weights, and what that cut off, likewise."""
     if PTX:
         return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [s], dtype=tl.int32, is_pure=True, pack=1
+            "{ .reg .b32 t; cvt.rn.bf16x2.f32 $0, $2, $2; and.b32 t, $0, 0xFFFF0000; sub.f32 t, $2, t;"
+            " cvt.rn.bf16x2.f32 $1, t, t; }",
+            "=r,=r,r",
+            [s],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
         )
     else:
-        return s
+        return s, s
 
 
 @triton.jit
 def _group_scale(scales, halves, sb, n, N, G: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
-    """Scale and remaining minimum [BN] of group G: weight = scale * (code - zero) + rest. See reference.py."""
+    """Scale, its remainder and the rest of the minimum [BN] of group G: weight = scale * (code - zero) + rest."""
     KIND: tl.constexpr = FMT[3]
     PLACE: tl.constexpr = _place(KIND, G)
     BIAS: tl.constexpr = _bias(KIND)
@@ -314,21 +323,25 @@ def _group_scale(scales, halves, sb, n, N, G: tl.constexpr, FMT: tl.constexpr, P
         s = _byte_times(scales[PLACE[0]], PLACE[1], scales[8], BIAS, PTX)
         if KIND == K4 or KIND == K2:
             rest = s * FMT[2] + _byte_times(scales[4 + PLACE[0]], PLACE[1], -scales[9], 0.0, PTX)
-    return _twice(s, PTX), _twice(rest, PTX)
+    s, r = _twice(s, PTX)
+    c, _ = _twice(rest, PTX)
+    return s, r, c
 
 
 @triton.jit
 def _tile_scale(scales, halves, sb, n, N, I: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
-    """Scale and remaining minimum of tile I: [BN, 1], or [BN, 32] for groups of 16."""
+    """Scale, remainder and rest of tile I: [BN, 1], or [BN, 32] for groups of 16."""
     KIND: tl.constexpr = FMT[3]
     if KIND == K6 or KIND == K3 or KIND == K2 or KIND == NIBBLE16:
-        s0, c0 = _group_scale(scales, halves, sb, n, N, 2 * I, FMT, PTX)
-        s1, c1 = _group_scale(scales, halves, sb, n, N, 2 * I + 1, FMT, PTX)
+        s0, r0, c0 = _group_scale(scales, halves, sb, n, N, 2 * I, FMT, PTX)
+        s1, r1, c1 = _group_scale(scales, halves, sb, n, N, 2 * I + 1, FMT, PTX)
         first = tl.arange(0, 32)[None, :] < 16
-        return tl.where(first, s0[:, None], s1[:, None]), tl.where(first, c0[:, None], c1[:, None])
+        s = tl.where(first, s0[:, None], s1[:, None])
+        r = tl.where(first, r0[:, None], r1[:, None])
+        return s, r, tl.where(first, c0[:, None], c1[:, None])
     else:
-        s, c = _group_scale(scales, halves, sb, n, N, I, FMT, PTX)
-        return s[:, None], c[:, None]
+        s, r, c = _group_scale(scales, halves, sb, n, N, I, FMT, PTX)
+        return s[:, None], r[:, None], c[:, None]
 
 
 @triton.jit
@@ -377,6 +390,7 @@ def weight_pair(state, low, halves, sb, n, N, P: tl.constexpr, FMT: tl.constexpr
         codes, scales = state
         w = codes[1] if FMT[0] == 8 and P >= 2 else codes[0]
         a, b = code_pair(w, codes[2], P, FMT, PTX)
-        s, c = _tile_scale(scales, halves, sb, n, N, 2 * P, FMT, PTX)
-        t, e = _tile_scale(scales, halves, sb, n, N, 2 * P + 1, FMT, PTX)
-        return scaled(a, s, c, HAS_MIN, PTX), scaled(b, t, e, HAS_MIN, PTX)
+        s, r, c = _tile_scale(scales, halves, sb, n, N, 2 * P, FMT, PTX)
+        a = scaled(a, s, r, c, FMT, HAS_MIN, PTX)
+        s, r, c = _tile_scale(scales, halves, sb, n, N, 2 * P + 1, FMT, PTX)
+        return a, scaled(b, s, r, c, FMT, HAS_MIN, PTX)

@@ -10,6 +10,8 @@ from glm5deploy.quants.formats import FORMATS
 TYPES = tuple(FORMATS)
 QUANTISED = tuple(name for name, f in FORMATS.items() if not f.dense)
 
+# a minimum over the scale that puts zero in the middle of the codes
+_MINIMUM = {"Q4_K": 7.5, "Q5_K": 15.5, "Q2_K": 1.5, "Q4_1": -7.5, "Q5_1": -15.5}
 # where a block keeps its fp16 fields (scale, minimum)
 _HALVES = {name: f.halves[:1] if name == "IQ4_XS" else f.halves for name, f in FORMATS.items()}
 
@@ -30,10 +32,16 @@ def random_rows(name: str, rows: int, columns: int, seed: int = 42, scale: float
     blocks = rng.integers(0, 256, (rows, columns // f.block_elements, f.block_bytes), dtype=np.uint8)
     if name == "MXFP4":
         blocks[..., 0] = rng.integers(118, 124, blocks.shape[:-1])
+    size = (1 + rng.random(blocks.shape[:-1])) * scale * np.where(rng.random(blocks.shape[:-1]) < 0.25, -1, 1)
     for k, at in enumerate(_HALVES[name]):
-        spread = (1 + rng.random(blocks.shape[:-1])) * scale * (1 if k == 0 else 4)
-        sign = np.where(rng.random(blocks.shape[:-1]) < 0.25, -1, 1)
-        blocks[..., at : at + 2] = (spread * sign).astype(np.float16)[..., None].view(np.uint8)
+        factor = _MINIMUM.get(name, 0) if k else 1
+        jitter = 1 + 0.1 * rng.random(size.shape)
+        blocks[..., at : at + 2] = (size * factor * jitter).astype(np.float16)[..., None].view(np.uint8)
+    if name in ("Q4_K", "Q5_K"):  # a group's minimum byte near its scale byte, as weights around zero have it
+        blocks[..., 8:12] = blocks[..., 4:8] ^ (blocks[..., 8:12] & 3)
+        blocks[..., 12:16] = (blocks[..., 12:16] & 15) * 17 ^ (blocks[..., 12:16] & 0x30)
+    if name == "Q2_K":
+        blocks[..., :16] = (blocks[..., :16] & 15) * 17 ^ (blocks[..., :16] & 0x10)
     return torch.from_numpy(blocks.reshape(rows, -1))
 
 

@@ -71,13 +71,13 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
             c = launch.gate_up_launch(pairs, 256, 256, 24, PROCESSORS, small)
             planes = planes_signature(("gl", "gh", "gw", "gs"), names[0])
             planes |= planes_signature(("ul", "uh", "uw", "us"), names[1])
-            constants |= {"G": kernel_format(FORMATS[names[0]]), "U": kernel_format(FORMATS[names[1]])}
+            constants |= {"G": kernel_format(FORMATS[names[0]], True), "U": kernel_format(FORMATS[names[1]], True)}
             constants |= {"PARTS": c.parts}
             kernel = moe_kernel.gate_up_kernel
         else:
             c = launch.down_launch(pairs, 256, 6144, 1, PROCESSORS, small)
             planes = planes_signature(four, names[0])
-            constants |= {"FMT": kernel_format(FORMATS[names[0]]), "TILES": c.tiles, "ONE": True}
+            constants |= {"FMT": kernel_format(FORMATS[names[0]], True), "TILES": c.tiles, "ONE": True}
             kernel = moe_kernel.down_kernel
             common["y"] = "*fp32"
         constants |= {"BM": c.bm}
