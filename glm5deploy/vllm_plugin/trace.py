@@ -11,6 +11,7 @@ graph neither sees the replays: they describe the steps that ran from Python.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 TRACE_VARIABLE = "GLM5DEPLOY_TRACE_DIR"
 STATUS_VARIABLE = "GLM5DEPLOY_STATUS_DIR"
+logger = logging.getLogger("vllm.glm5deploy")
 _SECONDS_BETWEEN_WRITES = 0.2
 
 
@@ -73,7 +75,7 @@ _counter: _Counter | None = None
 
 def count(layer_name: str, metadata: SparseMetadata, topk: int) -> None:
     """Count one indexer call (see the module's head)."""
-    global _counter
+    global _counter, _status_folder
     if _status_folder is None or _capturing(metadata.lengths):
         return
     if _counter is None:
@@ -83,12 +85,16 @@ def count(layer_name: str, metadata: SparseMetadata, topk: int) -> None:
     sparse = (
         int((metadata.lengths > topk).sum()) if on_host else metadata.num_actual_tokens * (metadata.max_seq_len > topk)
     )
-    _counter.add(_layer(layer_name), metadata.num_actual_tokens, sparse)
+    try:
+        _counter.add(_layer(layer_name), metadata.num_actual_tokens, sparse)
+    except OSError as error:
+        _status_folder = None
+        _tell(STATUS_VARIABLE, error)
 
 
 def record(layer_name: str, metadata: SparseMetadata, selected: torch.Tensor) -> None:
     """Write one indexer call's selection, int32 [T, topk] (see the module's head)."""
-    global _calls
+    global _calls, _trace_folder
     if _trace_folder is None or _capturing(selected):
         return
     import numpy as np
@@ -96,15 +102,24 @@ def record(layer_name: str, metadata: SparseMetadata, selected: torch.Tensor) ->
     _calls += 1
     layer = _layer(layer_name)
     name = f"rank{_rank()}-layer{layer:03d}-{_calls:06d}.npz"
-    with (_trace_folder / f".{name}").open("wb") as file:
-        np.savez(
-            file,
-            layer=np.int32(layer),
-            request=metadata.request_of_token.cpu().numpy(),
-            position=metadata.lengths.cpu().numpy() - 1,
-            selected=selected.cpu().numpy(),
-        )
-    (_trace_folder / f".{name}").replace(_trace_folder / name)
+    try:
+        with (_trace_folder / f".{name}").open("wb") as file:
+            np.savez(
+                file,
+                layer=np.int32(layer),
+                request=metadata.request_of_token.cpu().numpy(),
+                position=metadata.lengths.cpu().numpy() - 1,
+                selected=selected.cpu().numpy(),
+            )
+        (_trace_folder / f".{name}").replace(_trace_folder / name)
+    except OSError as error:
+        _trace_folder = None
+        _tell(TRACE_VARIABLE, error)
+
+
+def _tell(variable: str, error: OSError) -> None:
+    """A record that cannot be written must not stop a server that answers."""
+    logger.warning("%s: no more records are written: %s", variable, error)
 
 
 def _capturing(tensor: torch.Tensor) -> bool:
