@@ -161,7 +161,9 @@ def _from_file(file: Path) -> dict[str, tuple[object, str]]:
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"cannot read the configuration {file}: {error.strerror}") from error
+        raise UsageError(
+            f"cannot read the configuration {file}: {error.strerror}", hint="name another file with --config"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} is not valid TOML: {error}") from error
     values: dict[str, tuple[object, str]] = {}

@@ -15,12 +15,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from glm5deploy.cli.text import cell, human_bytes, human_seconds, lines
-from glm5deploy.pipeline.events import Event
 from glm5deploy.progress import Progress
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
+
+    from glm5deploy.pipeline.events import Event
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -81,7 +82,7 @@ class Output:
             self._progress(event.stage, event.progress)
             return
         if self.json_mode:
-            self._json_line(event)
+            self._json_line(asdict(event))
             return
         if event.kind in ("finished", "failed"):
             self.close()
@@ -109,7 +110,7 @@ class Output:
             self._bar(progress, meter.text(progress))
         elif meter.due(progress):
             if self.json_mode:
-                self._json_line(Event(stage, "progress", progress=progress))
+                self._json_line({"stage": stage, "kind": "progress", "progress": asdict(progress)})
             else:
                 self._say(f"{stage:<8} {progress.task}: {meter.text(progress)}".strip(), None)
 
@@ -143,8 +144,8 @@ class Output:
         else:
             print(message, file=sys.stderr, flush=True)
 
-    def _json_line(self, event: Event) -> None:
-        value = {key: item for key, item in asdict(event).items() if item}
+    def _json_line(self, event: Mapping[str, object]) -> None:
+        value = {key: item for key, item in event.items() if item}
         print(json.dumps(value, ensure_ascii=False, default=str), file=sys.stderr, flush=True)
 
     def _show(self, value: Mapping[str, object]) -> None:

@@ -1,4 +1,7 @@
-"""What every command needs: where to print, the work folder, the settings, the pipeline."""
+"""What every command needs: where to print, the work folder, the settings, the pipeline.
+
+Every command's module imports this one, so what it needs itself is imported where it is used: help comes up at once.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from glm5deploy.cli.output import Output
-from glm5deploy.cli.remembered import read_remembered, remember
-from glm5deploy.config import Config, load_config
-from glm5deploy.pipeline.events import Events
-from glm5deploy.pipeline.runner import Pipeline, StageResult
-from glm5deploy.pipeline.stage import Stage
-from glm5deploy.pipeline.status import BlockedBy, Stale, Status
+
+if TYPE_CHECKING:
+    from glm5deploy.config import Config
+    from glm5deploy.pipeline.runner import Pipeline, StageResult
+    from glm5deploy.pipeline.stage import Stage
+    from glm5deploy.pipeline.status import Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,9 @@ class Session:
         cls, *, workdir: Path, config: Path | None, json_mode: bool, flags: Mapping[str, object] | None = None
     ) -> Session:
         """Settings from ``config`` (or the work folder's glm5deploy.toml), the environment and ``flags``."""
+        from glm5deploy.cli.remembered import read_remembered
+        from glm5deploy.config import load_config
+
         workdir = workdir.expanduser().absolute()
         beside = workdir / "glm5deploy.toml"
         file = config if config is not None else (beside if beside.is_file() else None)
@@ -36,6 +43,8 @@ class Session:
         return cls(output, workdir, load_config(file, os.environ, flags or {}, remembered), flags or {})
 
     def pipeline(self, *replacements: Stage) -> Pipeline:
+        from glm5deploy.pipeline.events import Events
+        from glm5deploy.pipeline.runner import Pipeline
         from glm5deploy.stages import all_stages
 
         return Pipeline(all_stages(*replacements), self.workdir, self.config, Events(self.output.event))
@@ -49,6 +58,8 @@ class Session:
         dry_run: bool = False,
     ) -> list[StageResult]:
         """Run (or, with ``dry_run``, plan) a range of stages and print the result."""
+        from glm5deploy.cli.remembered import remember
+
         pipeline = self.pipeline(*replacements)
         if dry_run:
             plans = pipeline.plans(first, last)
@@ -64,6 +75,8 @@ class Session:
 
 def status_words(status: Status) -> dict[str, object]:
     """A status as words for people and JSON alike."""
+    from glm5deploy.pipeline.status import BlockedBy, Stale
+
     if isinstance(status, Stale):
         return {"status": "to do", "reasons": list(status.reasons)}
     if isinstance(status, BlockedBy):

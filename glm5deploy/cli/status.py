@@ -8,13 +8,14 @@ import typer
 
 from glm5deploy.cli.options import DEFAULT_WORKDIR, ConfigOpt, JsonOpt, WorkdirOpt
 from glm5deploy.cli.session import Session, status_words
-from glm5deploy.pipeline.status import UpToDate
 
 EXIT_STALE = 3
 
 
 def status(workdir: WorkdirOpt = DEFAULT_WORKDIR, config: ConfigOpt = None, json_mode: JsonOpt = False) -> None:
     """Show which stages hold and why the others do not. Exit code 3 when one is stale (serve never counts)."""
+    from glm5deploy.pipeline.status import UpToDate
+
     session = Session.open(workdir=workdir, config=config, json_mode=json_mode)
     statuses = session.pipeline().statuses()
     session.output.result(
