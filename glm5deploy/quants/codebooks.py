@@ -1,7 +1,7 @@
-"""Codebook types (IQ2_*, IQ3_*) as a sign and a magnitude a weight, four bits, which kernels read without a gather.
+"""Codebook types (IQ2_*, IQ3_*) as a sign and a magnitude a weight, which kernels read without a gather.
 
 The exchange is exact: a codebook row lists magnitudes out of three (IQ2) or eight (IQ3) values, so its entry is named
-by two or three bits, and the sign is the fourth. Memory grows by :attr:`Format.growth`. Letters: R rows, S
+by two or three bits, and the sign is one more. Memory grows by :attr:`Format.growth`. Letters: R rows, S
 super-blocks.
 """
 
@@ -77,5 +77,6 @@ def _fields(name: str, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 def sign_magnitude(fmt: Format, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [R, S, 256] and scale bytes uint8 [R, S, 4 or 8] of codebook blocks uint8 [R, S, block bytes]."""
     index, signs, scales = _fields(fmt.name, blocks)
-    magnitudes = _codebook(fmt.name, fmt.table[:8], str(blocks.device))[index].flatten(-2)
-    return magnitudes | (signs.to(torch.uint8) << 3), scales
+    half = len(fmt.table) // 2
+    magnitudes = _codebook(fmt.name, fmt.table[:half], str(blocks.device))[index].flatten(-2)
+    return magnitudes | (signs.to(torch.uint8) * half), scales

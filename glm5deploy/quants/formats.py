@@ -117,11 +117,11 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12)
 _IQ3_XXS = (4, 12, 20, 28, 36, 44, 52, 62)
 _IQ3_S = (1, 3, 5, 7, 9, 11, 13, 15)
-_IQ2 = (8, 25, 43, 0, 0, 0, 0, 0)
+_IQ2 = (8, 25, 43, 0)
 
 
 def _signed(magnitudes: tuple[int, ...]) -> tuple[int, ...]:
-    """Table of a 4-bit code whose top bit is the sign."""
+    """Table of a code whose top bit is the sign."""
     return magnitudes + tuple(-m for m in magnitudes)
 
 
@@ -173,9 +173,9 @@ _FORMATS = (
     Format("MXFP4", Scales.E8, 4, table=_signed(_FP4), low_bits=Bits(1, 16, 16, 4), words=(0, 1)),
     Format("IQ3_XXS", Scales.NIBBLE, 4, table=_signed(_IQ3_XXS), halves=(0,), factor=0.5),
     Format("IQ3_S", Scales.NIBBLE, 4, table=_signed(_IQ3_S), halves=(0,), factor=2.0),
-    Format("IQ2_XXS", Scales.NIBBLE, 4, table=_signed(_IQ2), halves=(0,), factor=0.25),
-    Format("IQ2_XS", Scales.NIBBLE16, 4, table=_signed(_IQ2), halves=(0,), factor=0.25),
-    Format("IQ2_S", Scales.NIBBLE16, 4, table=_signed(_IQ2), halves=(0,), factor=0.25),
+    Format("IQ2_XXS", Scales.NIBBLE, 2, 1, table=_signed(_IQ2), halves=(0,), factor=0.25),
+    Format("IQ2_XS", Scales.NIBBLE16, 2, 1, table=_signed(_IQ2), halves=(0,), factor=0.25),
+    Format("IQ2_S", Scales.NIBBLE16, 2, 1, table=_signed(_IQ2), halves=(0,), factor=0.25),
 )
 FORMATS = {f.name: f for f in _FORMATS}
 

@@ -64,7 +64,7 @@ def _integers(out: str, source: str) -> list[str]:
 
 @triton.constexpr_function
 def _table_lines(table: tuple[int, ...]) -> list[str]:
-    packed = [sum((table[4 * k + n] & 0xFF) << (8 * n) for n in range(4)) for k in range(4)]
+    packed = [sum((table[4 * k + n] & 0xFF) << (8 * n) for n in range(4)) for k in range(len(table) // 4)]
     return [f"mov.b32 t{k}, 0x{value:08X};" for k, value in enumerate(packed)]
 
 
@@ -81,7 +81,7 @@ def pair_text(fmt: tuple, p: int) -> str:
         for k in range(2):
             byte = (2 * p + k) % 4
             lines += [f"prmt.b32 t, $2, $3, 0x{4 + byte}{4 + byte}{byte}{byte};", *_integers(f"${k}", "t")]
-    elif table:
+    elif len(table) == 16:
         lines += _table_lines(table)
         lines += [
             f"prmt.b32 v, $2, $3, 0x{4 + p}{4 + p}{4 + p}{p};",  # four nibbles: two of j, two of j + 1
@@ -97,6 +97,7 @@ def pair_text(fmt: tuple, p: int) -> str:
         ]
     else:
         bit = 0
+        lines += _table_lines(table)
         if low == 4:
             lines += [f"prmt.b32 t, $2, $3, 0x{4 + p}{4 + p}{p}{p};"]
         else:
@@ -105,18 +106,23 @@ def pair_text(fmt: tuple, p: int) -> str:
         if high:
             lines += ["prmt.b32 h, $4, $5, 0x5410;"]
         for k in range(2):
-            lines += [_shift("v", "t", -bit - low * k), "mov.b32 a, magic;", _insert("a", "v", (1 << low) - 1)]
+            start = "0" if table else "magic"
+            lines += [_shift("v", "t", -bit - low * k), f"mov.b32 a, {start};", _insert("a", "v", (1 << low) - 1)]
             if high:
                 at = high * (2 * p + k)
                 lines += [_shift("v", "h", low - at), _insert("a", "v", ((1 << high) - 1) << low)]
-            lines += [f"fma.rn.bf16x2 ${k}, a, one, off;"]
+            if table:  # eight entries: the two codes choose bytes 0 and 2
+                lines += ["shr.u32 v, a, 8;", "lop3.b32 a, v, 0x700, a, 0xEA;", "prmt.b32 v, t0, t1, a;"]
+                lines += _integers(f"${k}", "v")
+            else:
+                lines += [f"fma.rn.bf16x2 ${k}, a, one, off;"]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
 @triton.jit
 def _table_value(code, FMT: tl.constexpr):
     value = tl.zeros(code.shape, tl.float32)
-    for n in tl.static_range(16):
+    for n in tl.static_range(len(FMT[4])):
         value = tl.where(code == n, FMT[4][n] * 1.0, value)
     return value
 
