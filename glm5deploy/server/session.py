@@ -199,9 +199,10 @@ def _require_sparse(
     counts: IndexerCount, settings: ServeSettings, model: ModelFacts, checks: list[CheckResult]
 ) -> None:
     """Dense attention answers as fluently as sparse attention: only the counters tell that DSA is active."""
-    if counts.ranks < settings.tp:
+    here = min(settings.tp, settings.local_ranks)  # ranks of other machines count there
+    if counts.ranks < here:
         raise NotReady(
-            f"the indexer ran on {counts.ranks} of {settings.tp} ranks: attention is not sparse",
+            f"the indexer ran on {counts.ranks} of {here} ranks: attention is not sparse",
             hint="glm5deploy install checks that vLLM resolves the sparse backend",
         )
     if checks[1].outcome != "skipped" and counts.sparse_rows == 0:

@@ -11,6 +11,7 @@ from pathlib import Path
 from glm5deploy.checks import Check
 from glm5deploy.config import Config
 from glm5deploy.errors import DeployError
+from glm5deploy.hardware.disk import read_rate
 from glm5deploy.server.api_key import ApiKey, find_api_key
 from glm5deploy.server.command import ServeCommand, build_command
 from glm5deploy.server.model_facts import ModelFacts, read_model_facts
@@ -22,7 +23,8 @@ from glm5deploy.stages.gpu_preflight import Machine, gpu_checks, read_machine
 
 MEMO = "vllm-arguments.json"
 _BASE_SECONDS = 600.0  # imports, profiling, compilation and warm-up with cold caches
-_SLOW_DISK = 200e6  # bytes per second, where nothing was measured
+_SLOWEST_DISK = 50e6  # bytes per second; a sample that reads slower was disturbed
+_MEASURED_FROM = 8 * 10**9  # bytes of weights; less is loaded within the base
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +121,18 @@ def _settings(
         or (serve.custom_all_reduce == "auto" and machine is not None and machine.custom_all_reduce(serve.tp)),
         cpu_kv_gib=int(kv_space) if kv_space.isdigit() and int(kv_space) else 1,
         cpu_cores=tuple(sorted(os.sched_getaffinity(0))),
-        ready_timeout=serve.ready_timeout or _BASE_SECONDS + model.weight_bytes / _SLOW_DISK,
+        ready_timeout=serve.ready_timeout or ready_timeout(model),
         stall_seconds=serve.stall_seconds,
         extra=serve.extra,
     )
+
+
+def ready_timeout(model: ModelFacts) -> float:
+    """Seconds a start may take: the base, and twice the time the weights take at the disk's measured rate."""
+    if model.weight_bytes < _MEASURED_FROM:
+        return _BASE_SECONDS
+    largest = max(model.weight_files, key=lambda entry: entry[1])[0]
+    return _BASE_SECONDS + 2 * model.weight_bytes / max(read_rate(largest), _SLOWEST_DISK)
 
 
 def served_name(repo: str) -> str:

@@ -30,7 +30,7 @@ from glm5deploy.server.state import read_state
 from glm5deploy.stages import engine_check
 from glm5deploy.stages.engine_check import require_meaning
 from glm5deploy.stages.serve import ServerInfo, ServeStage
-from glm5deploy.stages.serve_plan import served_name
+from glm5deploy.stages.serve_plan import ready_timeout, served_name
 from tests.stages.serving import serve_context
 from tests.support.serving import facts, free_port, settings
 
@@ -147,6 +147,15 @@ def test_earlier_stages_come_first(tmp_path: Path) -> None:
     with pytest.raises(Blocked, match="patch"):
         ServeStage().inputs(replace(context, outputs={"install": context.outputs["install"]}))
     assert ServeStage().stale_outputs(context, {})
+
+
+def test_the_time_to_load_follows_the_bytes_and_the_disk(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    with weights.open("wb") as file:
+        file.truncate(1 << 30)
+    assert ready_timeout(facts(weight_files=((weights, 1 << 30),))) == 600
+    seconds = ready_timeout(facts(weight_files=((weights, 430 * 10**9),)))
+    assert 600 + 2 * 430e9 / 1e11 < seconds <= 600 + 2 * 430e9 / 50e6
 
 
 @pytest.mark.parametrize(
