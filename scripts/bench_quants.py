@@ -305,7 +305,7 @@ def show(rows: list[dict[str, object]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     parser.add_argument("--sweep", action="store_true", help="also try other launch parameters")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")

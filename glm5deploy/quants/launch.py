@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SMALL_SHARED = 99 * 1024  # bytes of shared memory a program may have on SM86, 89, 120 and 121
+SMALL_SHARED = frozenset({(8, 6), (8, 9), (12, 0), (12, 1)})  # 99 KiB of shared memory a program, not 163 or 227
 DENSE_TOKENS = 192  # from here on, weights are unpacked to bf16 once and multiplied by cuBLAS
 SEARCH_PAIRS = 128  # up to here, programs find their expert's pairs themselves
 

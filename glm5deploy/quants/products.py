@@ -6,6 +6,8 @@ graphs. Tickets (see linear_kernel.py) are shared by all calls on a device, so c
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 
@@ -52,8 +54,13 @@ def _gpu(x: torch.Tensor) -> tuple[int, bool]:
     """Multiprocessors, and whether shared memory is the small kind; a stand-in for the interpreter."""
     if x.device.type != "cuda":
         return 4, False
-    found = torch.cuda.get_device_properties(x.device)
-    return found.multi_processor_count, found.shared_memory_per_block_optin <= launch.SMALL_SHARED
+    return _device(x.device)
+
+
+@lru_cache(maxsize=16)
+def _device(device: torch.device) -> tuple[int, bool]:
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, (found.major, found.minor) in launch.SMALL_SHARED
 
 
 def _check(x: torch.Tensor, planes: Planes) -> None:

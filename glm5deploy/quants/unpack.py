@@ -11,6 +11,8 @@ once. Where the activations are no bf16 (interpreter, tests) the same formulae r
 # ruff: noqa: E741, RET505, SIM109
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -69,7 +71,7 @@ def _table_lines(table: tuple[int, ...]) -> list[str]:
 
 
 @triton.constexpr_function
-def pair_text(fmt: tuple, p: int) -> str:
+def pair_text(fmt: tuple[Any, ...], p: int) -> str:
     """PTX for tiles 2p ($0) and 2p + 1 ($1) from elements j, j + 1 of a plane: $2, $3, and of ``high``: $4, $5."""
     low, high, zero, _, table, _, _ = fmt
     lines = [".reg .b32 a, b, h, t, v, t0, t1, t2, t3, magic, one, minus, off;", "mov.b32 magic, 0x43004300;"]
