@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ MOE_TYPES = (("Q4_K", "Q4_K", "Q4_K"), ("Q4_K", "Q4_K", "Q6_K"))
 MOE_TOKENS = (1, 4, 16, 64, 256, 2048)
 # A minimum over the scale that puts zero in the middle of the codes
 MINIMUM = {"Q4_K": 7.5, "Q5_K": 15.5, "Q2_K": 1.5, "Q4_1": -7.5, "Q5_1": -15.5}
+SWEPT = (1, 16, 64, 256, 2048)  # token counts for which --sweep tries other launches
 EXPERTS, TOPK, HIDDEN, UNITS = 256, 8, 6144, 256
 
 
@@ -172,7 +173,8 @@ def bench_moe(names: tuple[str, str, str], sweep: bool) -> list[dict[str, object
         calls = [lambda i=i: products.moe(i[0], *weights, i[1], i[2]) for i in inputs]
         row["us"] = replay_us(calls)
         row["one"] = one_us(calls[:4])
-        if sweep:
+        row["kernels"] = kernel_us(calls)
+        if sweep and tokens in SWEPT:
             row["sweep"] = sweep_moe(weights, inputs, tokens)
     return rows
 
@@ -184,30 +186,35 @@ def moe_launches(weights: tuple[Planes, Planes, Planes], tokens: int) -> list[tu
     a = launch.gate_up_launch(pairs, EXPERTS, UNITS, weights[0].supers, sms)
     b = launch.down_launch(pairs, EXPERTS, HIDDEN, weights[2].supers, sms)
     found = [(a, b)]
-    for parts in (1, 2, 4, 8):
-        found.append((replace(a, parts=parts), b))
-    for stages in (2, 3, 4):
-        found += [(replace(a, stages=stages), b), (a, replace(b, stages=stages))]
-    for tiles in (1, 2, 4, 8):
-        found.append((a, replace(b, tiles=tiles)))
-    for bm in {16, 32, 64}:
-        found.append((replace(a, bm=bm), replace(b, bm=bm)))
-    found += [
-        (replace(a, bn=128, warps=8), b),
-        (replace(a, bn=128), b),
-        (a, replace(b, bn=128)),
-        (a, replace(b, bn=128, warps=8)),
-    ]
+    found += [(replace(a, parts=p), b) for p in (1, 2, 4, 8) if tokens <= 64]
+    found += [(replace(a, stages=s), b) for s in (2, 3, 4)]
+    found += [(a, replace(b, stages=s)) for s in (2, 4)]
+    found += [(a, replace(b, tiles=t)) for t in (1, 2, 4, 8)]
+    found += [(replace(a, bm=m), replace(b, bm=m)) for m in (16, 32, 64) if tokens >= 256]
+    found += [(replace(a, bn=128, warps=8), b), (a, replace(b, bn=128)), (a, replace(b, bn=128, warps=8))]
     return list(dict.fromkeys(found))
 
 
 def linear_launches(m: int, n: int, supers: int) -> list[Launch]:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     a = launch.linear_launch(m, n, supers, sms)
-    found = [a, *(replace(a, parts=p) for p in (1, 2, 3, 4, 6, 8, 12) if p <= supers)]
+    found = [a, *(replace(a, parts=p) for p in (1, 2, 4, 8, 12) if p <= supers)]
     found += [replace(a, stages=s) for s in (2, 4)]
     found += [replace(a, bn=128), replace(a, bn=128, warps=8), replace(a, bn=128, parts=max(1, 2 * a.parts))]
     return list(dict.fromkeys(found))
+
+
+def kernel_us(calls: list[Callable[[], object]]) -> dict[str, float]:
+    """Mean microseconds of each kernel of a call, from the profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+    return {e.key[:24]: e.device_time_total / len(calls) for e in found.key_averages() if e.device_time_total > 0}
+
+
+def brief(c: Launch) -> str:
+    return f"{c.bn}x{c.bm} parts {c.parts} tiles {c.tiles} warps {c.warps} stages {c.stages}"
 
 
 def sweep_moe(
@@ -217,9 +224,9 @@ def sweep_moe(
     for configs in moe_launches(weights, tokens):
         calls = [lambda i=i, c=configs: products.moe(i[0], *weights, i[1], i[2], configs=c) for i in inputs]
         try:
-            found.append({"us": replay_us(calls, 8), "gate_up": asdict(configs[0]), "down": asdict(configs[1])})
+            found.append({"us": replay_us(calls, 8), "gate_up": brief(configs[0]), "down": brief(configs[1])})
         except Exception as problem:  # a launch that does not fit is a result of a sweep
-            found.append({"us": float("inf"), "gate_up": asdict(configs[0]), "problem": repr(problem)[:100]})
+            found.append({"us": float("inf"), "gate_up": brief(configs[0]), "problem": repr(problem)[:100]})
     return sorted(found, key=lambda f: f["us"])  # type: ignore[arg-type, return-value]
 
 
@@ -227,13 +234,13 @@ def sweep_linear(name: str, n: int, k: int) -> list[dict[str, object]]:
     copies = max(2, min(64, round(2.5e8 / (n * k * format_of(name).plane_bytes // 256))))
     weights = [random_planes(name, n, k) for _ in range(copies)]
     found: list[dict[str, object]] = []
-    for m in (1, 16, 64):
+    for m in (1, 16):
         xs = [torch.randn((m, k), device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
         for config in linear_launches(m, n, k // 256):
             calls = [
                 lambda x=x, w=w, c=config: products.linear(x, w, config=c) for x, w in zip(xs, weights, strict=True)
             ]
-            found.append({"what": f"{n}x{k} {name}", "tokens": m, "us": replay_us(calls, 8), **asdict(config)})
+            found.append({"what": f"{n}x{k} {name}", "tokens": m, "us": replay_us(calls, 8), "launch": brief(config)})
     return sorted(found, key=lambda f: (f["tokens"], f["us"]))  # type: ignore[arg-type, return-value]
 
 
@@ -242,7 +249,7 @@ def check_types() -> dict[str, float]:
     worst = {}
     for name in FORMATS:
         w = random_planes(name, 192, 512)
-        tokens = (1, 2, 3, 8, 17, 64, 100, 512, 2048)
+        tokens = (3, 64, 100, 512, 2048)
         xs = [torch.randn((m, 512), device="cuda", dtype=torch.bfloat16) for m in tokens]
         worst[name] = max(error(products.linear(x, w), reference.linear(x, w)) for x in xs)
     return worst
@@ -256,13 +263,13 @@ def warm(part: int, parts: int, sweep: bool) -> None:
             lambda name=name, m=m: products.linear(
                 torch.randn((m, 512), device="cuda").bfloat16(), random_planes(name, 192, 512)
             )
-            for m in (1, 17, 64, 512)
+            for m in (3, 64, 512)
         ]
     for name in LINEAR_TYPES:
         for n, k in LINEAR_SHAPES:
             for m in LINEAR_TOKENS:
                 options: list[Launch | None] = [None]
-                if sweep and name == "Q4_K" and m in (1, 16, 64) and (n, k) in LINEAR_SHAPES[:2]:
+                if sweep and name == "Q4_K" and m in (1, 16) and (n, k) == LINEAR_SHAPES[0]:
                     options += linear_launches(m, n, k // 256)
                 jobs += [
                     lambda n=n, k=k, m=m, name=name, c=c: products.linear(
@@ -282,7 +289,7 @@ def warm(part: int, parts: int, sweep: bool) -> None:
                 launch.gate_up_launch(tokens * TOPK, EXPERTS, UNITS, HIDDEN // 256, sms),
                 launch.down_launch(tokens * TOPK, EXPERTS, HIDDEN, 1, sms),
             )
-            options2 = moe_launches(few, tokens) if sweep and names == MOE_TYPES[0] else [base]
+            options2 = moe_launches(few, tokens) if sweep and tokens in SWEPT and names == MOE_TYPES[0] else [base]
             ids = torch.zeros((tokens, TOPK), dtype=torch.int32, device="cuda")
             x = torch.randn((tokens, HIDDEN), device="cuda").bfloat16()
             jobs += [
@@ -300,7 +307,7 @@ def show(rows: list[dict[str, object]]) -> None:
     for row in rows:
         cells = [f"{k} {v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items() if k != "sweep"]
         print(" | ".join(cells), flush=True)
-        for found in row.get("sweep", [])[:4]:  # type: ignore[attr-defined]
+        for found in row.get("sweep", [])[:7]:  # type: ignore[attr-defined]
             print("    ", found)
 
 
@@ -335,7 +342,9 @@ def main() -> int:
             rows += found
     results["rows"] = rows
     if args.sweep:
-        results["linear_sweep"] = [f for n, k in LINEAR_SHAPES[:2] for f in sweep_linear("Q4_K", n, k)]
+        results["linear_sweep"] = sweep_linear("Q4_K", *LINEAR_SHAPES[0])
+        for found in results["linear_sweep"]:  # type: ignore[attr-defined]
+            print(found)
     if args.out:
         args.out.write_text(json.dumps(results, indent=1))
     print(f"done in {time.monotonic() - began:.0f} s")
