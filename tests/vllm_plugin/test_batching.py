@@ -18,6 +18,7 @@ pytestmark = pytest.mark.engine
 
 BUDGET = 192  # tokens a step, no multiple of the prompts' lengths
 FLAGS = ("--max-num-batched-tokens", str(BUDGET), "--max-num-seqs", "8", "--enable-prefix-caching")
+FLAGS += ("--quantization", "glm5_gguf")  # dense weights as well, through our quantisation method
 
 
 @pytest.fixture(scope="module")
