@@ -18,7 +18,9 @@ from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from glm5deploy.cli.app import app
 from glm5deploy.errors import DeployError, UsageError
 from glm5deploy.pipeline.events import Event
 from glm5deploy.pipeline.stage import Blocked
@@ -35,18 +37,46 @@ from tests.stages.serving import serve_context
 from tests.support.serving import facts, free_port, settings
 
 
+def record_earlier_stages(workdir: Path) -> None:
+    """The work folder as patch and install leave it."""
+    state = State(workdir, lambda message: pytest.fail(message))
+    for name, outputs in serve_context(workdir, {}).outputs.items():
+        state.write(name, Record({}, outputs, "2026-01-01T00:00:00+00:00", 1.0, "0"))
+
+
 @pytest.mark.slow
-def test_the_plan_is_the_command_that_vllm_understands(tmp_path: Path) -> None:
+def test_a_dry_run_shows_a_command_that_vllm_understands_and_changes_nothing(tmp_path: Path) -> None:
+    record_earlier_stages(tmp_path)
+    before = sorted(path for path in tmp_path.rglob("*"))
     port = free_port()
-    context = serve_context(tmp_path, {"serve.port": port, "serve.extra": ("--seed", "7")})
-    plan: Any = ServeStage().plan(context)
-    words = shlex.split(plan["command"])
-    assert words[: words.index("--load-format")][-2:] == ["--model", str(tmp_path / "model")]
-    assert words[-2:] == ["--seed", "7"]
+    words = ["serve", "--dry-run", "--json", "--workdir", str(tmp_path), "--port", str(port), "--name", "my-glm"]
+    words += ["--context", "4096", "--max-seqs", "4", "--reasoning-parser", "none", "--dtype", "float32"]
+    result = CliRunner().invoke(app, [*words, "--", "--seed", "7"])
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)["serve"]
+    command = shlex.split(plan["command"])
+    assert command[command.index("--model") :] == [
+        *("--model", str(tmp_path / "model")),
+        *("--load-format", "glm5_gguf"),
+        *("--served-model-name", "my-glm"),
+        *("--host", "127.0.0.1"),
+        *("--port", str(port)),
+        *("--tensor-parallel-size", "1"),
+        *("--dtype", "float32"),
+        *("--kv-cache-dtype", "auto"),
+        *("--max-model-len", "4096"),
+        *("--attention-backend", "GLM5_TRITON_SPARSE"),
+        *("--max-num-seqs", "4"),
+        *("--tool-call-parser", "glm47"),
+        "--enable-auto-tool-choice",
+        "--enforce-eager",
+        *("--compilation-config", '{"custom_ops": ["none"]}'),
+        *("--seed", "7"),
+    ]
     assert {check["level"] for check in plan["checks"]} <= {"ok", "warn"}
-    assert [check["check"] for check in plan["checks"]][-1] == "arguments"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".glm5deploy", "model"]
-    assert list((tmp_path / ".glm5deploy").iterdir()) == []
+    assert plan["checks"][-1]["check"] == "arguments"
+    assert (plan["status"], plan["api_key"]) == ("to do", "none")
+    assert sorted(path for path in tmp_path.rglob("*")) == before
 
 
 PARALLEL = 200
@@ -272,10 +302,7 @@ def test_two_ranks_in_the_background_until_stopped(tmp_path: Path) -> None:
     """The commands as an operator types them: serve --detach, logs, status, stop."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.fail("tensor parallelism 2 needs two cores")
-    context = serve_context(tmp_path, {})
-    state = State(tmp_path, lambda message: pytest.fail(message))
-    for name, outputs in context.outputs.items():
-        state.write(name, Record({}, outputs, "2026-01-01T00:00:00+00:00", 1.0, "0"))
+    record_earlier_stages(tmp_path)
 
     def glm5deploy(*words: str) -> subprocess.CompletedProcess[str]:
         at = words.index("--") if "--" in words else len(words)
