@@ -19,6 +19,9 @@ from glm5deploy.hub.client import Hub, Location, same_origin
 from glm5deploy.hub.faults import Policy, TransferFault
 from glm5deploy.hub.source import Body
 
+_PATIENCE = 4
+"""Times the stall rule's seconds without a chunk: one is up to 64 MB and comes whole. A line on which that takes longer
+is better served by ranges."""
 _TRUE = {"1", "ON", "YES", "TRUE"}
 _CONFIG = {
     "chunk_cache.size_bytes": 0,  # would keep everything a second time on disk
@@ -29,8 +32,8 @@ _CONFIG = {
     "reconstruction.download_buffer_perfile_size": 32 << 20,
     "reconstruction.download_buffer_limit": 192 << 20,
     "reconstruction.min_prefetch_buffer": 32 << 20,
-    "reconstruction.min_reconstruction_fetch_size": 32 << 20,
-    "reconstruction.max_reconstruction_fetch_size": 256 << 20,
+    "reconstruction.min_reconstruction_fetch_size": 16 << 20,
+    "reconstruction.max_reconstruction_fetch_size": 32 << 20,
 }
 
 
@@ -80,7 +83,7 @@ class XetSource:
         except _ERRORS as error:
             raise TransferFault(f"xet storage cannot be reached ({type(error).__name__})", renew=True) from error
         try:
-            yield Body(offset, None, watched(stream, self._policy.stall_seconds))
+            yield Body(offset, None, watched(stream, _PATIENCE * self._policy.stall_seconds))
         finally:
             group.abort()  # also unblocks the reader; the stream itself cannot be cancelled while it is being read
 
@@ -95,17 +98,14 @@ def watched(stream: Iterable[bytes], seconds: float) -> Iterator[bytes]:
 
     :raises TransferFault: no chunk for ``seconds``, or the stream failed.
     """
-    chunks: queue.Queue[bytes | Exception | None] = queue.Queue(maxsize=2)
-    given_up = threading.Event()
+    chunks: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
+    # A chunk is up to 64 MB: the reader asks for the next one when this one is on disk; hf_xet prefetches by itself.
+    wanted, given_up = threading.Semaphore(0), threading.Event()
 
     def put(item: bytes | Exception | None) -> bool:
-        while not given_up.is_set():
-            try:
-                chunks.put(item, timeout=0.2)
-                return True
-            except queue.Full:
-                continue
-        return False
+        chunks.put(item)
+        wanted.acquire()
+        return not given_up.is_set()
 
     threading.Thread(target=_drain, args=(stream, put), daemon=True, name="xet stream").start()
     try:
@@ -119,8 +119,11 @@ def watched(stream: Iterable[bytes], seconds: float) -> Iterator[bytes]:
             if isinstance(item, Exception):
                 raise TransferFault(f"xet failed ({type(item).__name__})", renew=True) from item
             yield item
+            del item
+            wanted.release()
     finally:
         given_up.set()
+        wanted.release()
 
 
 def _drain(stream: Iterable[bytes], put: Callable[[bytes | Exception | None], bool]) -> None:

@@ -15,7 +15,7 @@ from glm5deploy.demo.hub_repository import Blob
 from glm5deploy.errors import DeployError
 from glm5deploy.hub.faults import TransferFault
 from glm5deploy.hub.xet import watched, xet_available
-from tests.hub.conftest import QUANT, REPO, Fetcher
+from tests.hub.conftest import QUANT, REPO, STALLS, Fetcher
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_partial_from_https_goes_on_over_xet(stored: Fetcher) -> None:
 
 def test_a_failing_xet_store_is_left_for_https(stored: Fetcher) -> None:
     stored.server.xet_endpoint = "http://127.0.0.1:9"
-    stored.run(transport="auto", stall_seconds=1.5, retries=6)
+    stored.run(transport="auto", stall_seconds=STALLS, retries=6)
     assert stored.fetched() == stored.originals()
     assert stored.server.served["bytes"] == stored.set_bytes
     assert any("going on over https" in note for note in stored.notes)
