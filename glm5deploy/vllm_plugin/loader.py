@@ -13,15 +13,18 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from glm5deploy.errors import DeployError
 from glm5deploy.glm_dsa.tensor_names import Placement, TensorPlan
-from glm5deploy.vllm_plugin import LOAD_FORMAT
+from glm5deploy.vllm_plugin import LOAD_FORMAT, cpu
 
 logger = logging.getLogger("vllm.glm5deploy")
+
+WEIGHTS = ("auto", "dense", "quantised")  # auto: quantised on a GPU, dense on a CPU
 
 
 class Glm5GgufLoader(BaseModelLoader):
     """Streams tensors into the model and refuses to end with anything missing, left over or not a number."""
 
     expert_parallel = False
+    quantised = False
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
@@ -29,10 +32,9 @@ class Glm5GgufLoader(BaseModelLoader):
         unknown = sorted(set(extra) - {"weights"})
         if unknown:
             raise ValueError(f"load format {LOAD_FORMAT} knows no --model-loader-extra-config {', '.join(unknown)}")
-        if extra.get("weights", "auto") not in ("auto", "dense"):
-            raise ValueError(
-                f"weights {extra['weights']!r}: this loader dequantises every weight; leave it at 'auto' or say 'dense'"
-            )
+        self.weights = extra.get("weights", "auto")
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"weights {self.weights!r}: say one of {', '.join(WEIGHTS)}")
 
     def download_model(self, model_config: Any) -> None:
         """The files are local; their list and headers are checked."""
@@ -42,6 +44,11 @@ class Glm5GgufLoader(BaseModelLoader):
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         self.expert_parallel = vllm_config.parallel_config.enable_expert_parallel
+        self.quantised = self.weights == "quantised" or (self.weights == "auto" and not cpu.is_cpu())
+        if self.quantised:
+            from glm5deploy.vllm_plugin import quantised_loading
+
+            quantised_loading.prepare(vllm_config, model_config)
         return super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
 
     def load_weights(self, model: Any, model_config: Any) -> None:
@@ -59,13 +66,21 @@ class Glm5GgufLoader(BaseModelLoader):
             here = draft_placements(plan, files.hparams.num_layers)
         else:
             here = main_placements(plan, range(model.model.start_layer, model.model.end_layer))
-        loaded = model.load_weights(stream(here, files.shards.by_name, model_config.dtype, rank))
+        filled: set[str] = set()
+        if self.quantised:
+            from glm5deploy.vllm_plugin import quantised_loading
+
+            filled, done = quantised_loading.fill(model, rank.index)
+            here = quantised_loading.left_over(model, here, done)
+        loaded = filled | model.load_weights(stream(here, files.shards.by_name, model_config.dtype, rank))
         require_complete(model, loaded)
         logger.info(
-            "glm5_gguf: %d tensors of %d files into %d parameters, %d tensors left out, indexer schedule %s",
+            "glm5_gguf: %d dense tensors of %d files, %d parameters in all (%d quantised), %d tensors left out, "
+            "indexer schedule %s",
             len(here),
             len(files.shards.paths),
             len(loaded),
+            len(filled),
             len(plan.dropped),
             files.pattern,
         )

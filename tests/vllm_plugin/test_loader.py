@@ -24,7 +24,7 @@ def plan(folder: Path, *, use_mtp: bool = False) -> TensorPlan:
     return files.plan(files.pattern, use_mtp=use_mtp)
 
 
-@pytest.mark.parametrize("extra", [{}, {"weights": "auto"}, {"weights": "dense"}])
+@pytest.mark.parametrize("extra", [{}, {"weights": "auto"}, {"weights": "dense"}, {"weights": "quantised"}])
 def test_settings_that_are_understood(extra: dict[str, Any]) -> None:
     Glm5GgufLoader(LoadConfig(load_format="glm5_gguf", model_loader_extra_config=extra))
 
@@ -32,7 +32,7 @@ def test_settings_that_are_understood(extra: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"weights": "quantised"}, "weights 'quantised'"),
+        ({"weights": "packed"}, "weights 'packed': say one of auto, dense, quantised"),
         ({"threads": 4}, "knows no --model-loader-extra-config threads"),
     ],
 )

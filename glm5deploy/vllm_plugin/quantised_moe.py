@@ -1,0 +1,95 @@
+"""Routed experts whose weights stay as the GGUF file has them; gate, up and down may differ in type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
+
+from glm5deploy.errors import DeployError
+from glm5deploy.vllm_plugin import quantised_ops as ops
+from glm5deploy.vllm_plugin.quantised_linear import PlaneParameters, share
+from glm5deploy.vllm_plugin.quantised_modules import Module
+from glm5deploy.vllm_plugin.rank_reader import Slab
+
+
+class Glm5MoeMethod(FusedMoEMethodBase):
+    """Experts cut by tensor parallelism, or whole experts dealt out by expert parallelism."""
+
+    def __init__(self, moe: Any, module: Module) -> None:
+        super().__init__(moe)
+        if len(module.parts) != 3:
+            raise DeployError(f"{module.prefix} needs gate, up and down matrices; the file has {len(module.parts)}")
+        self.parameters = PlaneParameters(module)
+
+    @property
+    def mk_can_overlap_shared_experts(self) -> bool:
+        """True makes vLLM leave the shared experts to `apply`, which runs them on the same stream.
+
+        vLLM would otherwise run them on a second stream beside the routed ones, and products of two streams at once
+        would count at the same tickets (see products.py).
+        """
+        return True
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        inner = intermediate_size_per_partition
+        shapes = [(inner, hidden_size), (inner, hidden_size), (hidden_size, inner)]
+        self.parameters.create(layer, shapes, num_experts)
+
+    def slabs(self, layer: Any) -> Iterator[Slab]:
+        """What this rank reads for the layer."""
+        experts = local_experts(layer)
+        index = int(layer.moe_config.tp_rank)
+        for source, planes in zip(self.parameters.module.parts, self.parameters.planes(layer), strict=True):
+            if source.experts != layer.global_num_experts:
+                raise DeployError(f"{source.tensor.name} has {source.experts} experts, not {layer.global_num_experts}")
+            rows = share(source, source.rows, planes.rows, index if planes.rows < source.rows else 0)
+            columns = share(source, source.columns, planes.columns, index if planes.columns < source.columns else 0)
+            yield Slab(source, planes, experts, rows, columns)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        return None
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """x [T, hidden], topk_ids and topk_weights [T, TOPK] -> this rank's part of the sum, [T, hidden]."""
+        mine = layer.expert_map
+        ids = topk_ids if mine is None else mine[topk_ids]
+        out = ops.moe(
+            x,
+            self.parameters.tensors(layer),
+            self.parameters.spec,
+            ids,
+            topk_weights,
+            partial=mine is not None,
+        )
+        if shared_experts is not None:
+            shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
+        return out
+
+
+def local_experts(layer: Any) -> list[int]:
+    """The experts of this rank, in the order of its planes."""
+    places = {layer.expert_map_manager.map_global_to_local(e): e for e in range(layer.global_num_experts)}
+    missing = [i for i in range(layer.local_num_experts) if i not in places]
+    if missing:
+        raise DeployError(f"{layer.layer_name}: no expert for the places {missing} of this rank")
+    return [places[i] for i in range(layer.local_num_experts)]

@@ -1,0 +1,153 @@
+"""Products with planes as operations that torch.compile and CUDA graphs take whole.
+
+An operation gets planes as a flat list of tensors and a string that says what they are, ``TYPE:ROWS:COLUMNS`` for each
+part of a module, separated by commas. On a GPU the Triton products run; on a CPU, torch dequantises in fp32.
+"""
+
+# No `from __future__ import annotations` here: torch derives the operations' schemas from annotations that are objects.
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from glm5deploy.quants.formats import Format, format_of
+from glm5deploy.quants.planes import Planes
+
+MOE_TOKENS = 4096  # of a MoE call: bounds what its terms take in memory
+
+
+def plane_names(fmt: Format) -> tuple[str, ...]:
+    """The planes that a type has, in the order of :attr:`Planes.tensors`."""
+    present = (True, fmt.high > 0, fmt.word_count > 0, fmt.half_count > 0)
+    names = ("low", "high", "words", "halves")
+    return tuple(name for name, here in zip(names, present, strict=True) if here)
+
+
+@lru_cache(maxsize=4096)
+def _parts(spec: str) -> tuple[tuple[Format, int, int], ...]:
+    parts = (part.split(":") for part in spec.split(","))
+    return tuple((format_of(name), int(rows), int(columns)) for name, rows, columns in parts)
+
+
+def describe(fmt: Format, rows: int, columns: int) -> str:
+    return f"{fmt.name}:{rows}:{columns}"
+
+
+def assemble(spec: str, tensors: Sequence[torch.Tensor]) -> list[Planes]:
+    """Planes from their flat list of tensors; ValueError when there are too few or too many."""
+    rest = list(tensors)
+    found = []
+    for fmt, rows, columns in _parts(spec):
+        names = plane_names(fmt)
+        mine: dict[str, Any] = dict.fromkeys(("low", "high", "words", "halves"))
+        mine |= {name: rest.pop(0) for name in names}
+        found.append(Planes(fmt, rows, columns, **mine))
+    if rest:
+        raise ValueError(f"{len(rest)} planes more than {spec} has")
+    return found
+
+
+def glm5_linear(x: torch.Tensor, planes: list[torch.Tensor], spec: str) -> torch.Tensor:
+    """x [..., K] times every part's weight, results side by side: [..., rows of all parts] in x's type."""
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    parts = assemble(spec, planes)
+    out = x.new_empty((rows.shape[0], sum(part.rows for part in parts)))
+    start = 0
+    for part in parts:
+        _linear(rows, part, out[:, start : start + part.rows])
+        start += part.rows
+    return out.view(*x.shape[:-1], out.shape[1])
+
+
+def _linear(x: torch.Tensor, planes: Planes, out: torch.Tensor) -> None:
+    if x.is_cuda:
+        from glm5deploy.quants import products
+
+        products.linear(x, planes, out=out)
+    else:
+        from glm5deploy.quants import reference
+
+        out.copy_(reference.linear(x, planes))
+
+
+def _linear_fake(x: torch.Tensor, planes: list[torch.Tensor], spec: str) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], sum(rows for _, rows, _ in _parts(spec))))
+
+
+def glm5_embed(ids: torch.Tensor, planes: list[torch.Tensor], spec: str, dtype: torch.dtype) -> torch.Tensor:
+    """Rows ``ids`` (int64, any shape) of a weight: [..., columns] of ``dtype``."""
+    (table,) = assemble(spec, planes)
+    flat = ids.reshape(-1)
+    picked = Planes(
+        table.format,
+        flat.shape[0],
+        table.columns,
+        table.low.index_select(2, flat),
+        None if table.high is None else table.high.index_select(2, flat),
+        None if table.words is None else table.words.index_select(3, flat),
+        None if table.halves is None else table.halves.index_select(3, flat),
+    )
+    if ids.is_cuda and flat.shape[0]:
+        from glm5deploy.quants import products
+
+        rows = products.unpack_rows(picked, 0, flat.shape[0], dtype)
+    else:
+        from glm5deploy.quants import reference
+
+        rows = reference.dequantize_planes(picked)[0].to(dtype)
+    return rows.view(*ids.shape, table.columns)
+
+
+def _embed_fake(ids: torch.Tensor, planes: list[torch.Tensor], spec: str, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty((*ids.shape, _parts(spec)[0][2]), dtype=dtype, device=ids.device)
+
+
+def moe(
+    x: torch.Tensor,
+    planes: Sequence[torch.Tensor],
+    spec: str,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    partial: bool,
+) -> torch.Tensor:
+    """Sum over each token's experts of weight * down(silu(gate x) * up x): [T, hidden] in x's type.
+
+    ``planes`` and ``spec`` are gate, up and down of this rank's experts; ids < 0 are other ranks' (then ``partial``).
+    """
+    gate, up, down = assemble(spec, planes)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = x.new_empty((x.shape[0], down.rows))
+    for start in range(0, x.shape[0], MOE_TOKENS):
+        here = slice(start, start + MOE_TOKENS)
+        _moe(x[here], gate, up, down, topk_ids[here], topk_weights[here], out[here], partial)
+    return out
+
+
+def _moe(
+    x: torch.Tensor,
+    gate: Planes,
+    up: Planes,
+    down: Planes,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    partial: bool,
+) -> None:
+    if x.is_cuda:
+        from glm5deploy.quants import products
+
+        products.moe(x, gate, up, down, ids, weights, out=out, partial=partial)
+    else:
+        from glm5deploy.quants import reference
+
+        out.copy_(reference.moe(x, gate, up, down, ids, weights))
+
+
+direct_register_custom_op(op_name="glm5_linear", op_func=glm5_linear, mutates_args=[], fake_impl=_linear_fake)
+direct_register_custom_op(op_name="glm5_embed", op_func=glm5_embed, mutates_args=[], fake_impl=_embed_fake)
+linear = torch.ops.vllm.glm5_linear
+embed = torch.ops.vllm.glm5_embed
