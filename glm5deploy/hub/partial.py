@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from pathlib import Path
 
 from glm5deploy.hub.choice import RemoteFile
 from glm5deploy.hub.records import STATE_FOLDER, read_record, write_record
+
+_WRITEBACK = 32 << 20
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: begin writing dirty pages, do not wait for them
+
+
+def start_writeback(handle: int, offset: int, length: int) -> None:
+    """Let the disk work while bytes arrive: otherwise memory fills, and the last fsync of a shard takes minutes.
+
+    A hint only: where the C library lacks the call, or it fails, nothing is lost but time.
+    """
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call(handle, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
 
 class Partial:
@@ -28,7 +42,7 @@ class Partial:
         record = read_record(self._sidecar)
         known = all(record.get(key) == value for key, value in self._content.items())
         self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self.offset = os.fstat(self._handle).st_size
+        self.offset = self._started = os.fstat(self._handle).st_size
         if not known or self.offset > file.size:
             self.restart()
             write_record(self._sidecar, self._content)
@@ -41,6 +55,9 @@ class Partial:
             count = os.write(self._handle, view)
             self.offset += count
             view = view[count:]
+        if self.offset - self._started >= _WRITEBACK:
+            start_writeback(self._handle, self._started, self.offset - self._started)
+            self._started = self.offset
 
     def remember(self, etag: str | None) -> None:
         """Keep the storage's ETag for the next ``If-Range``. Weak ones do not promise equal bytes."""
@@ -54,7 +71,7 @@ class Partial:
         """Drop all bytes: the storage's content is not the one they came from."""
         if self.offset:
             os.ftruncate(self._handle, 0)
-        self.offset, self.etag = 0, None
+        self.offset, self.etag, self._started = 0, None, 0
 
     def close(self) -> None:
         if self._handle >= 0:

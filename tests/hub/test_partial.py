@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from glm5deploy.hub import partial as partial_module
 from glm5deploy.hub.choice import RemoteFile
 from glm5deploy.hub.partial import Partial
 
@@ -76,3 +77,21 @@ def test_wrong_bytes_go_where_there_is_no_room_for_two_copies(tmp_path: Path, mo
     partial.set_aside()
     assert not partial.aside.exists()
     assert not partial.path.exists()
+
+
+def test_the_disk_is_set_to_work_while_bytes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[int, int]] = []
+    real = partial_module.start_writeback
+
+    def watched(handle: int, offset: int, length: int) -> None:
+        begun.append((offset, length))
+        real(handle, offset, length)
+
+    monkeypatch.setattr(partial_module, "start_writeback", watched)
+    monkeypatch.setattr(partial_module, "_WRITEBACK", 400)
+    partial = Partial(tmp_path, FILE)
+    for _ in range(5):
+        partial.append(b"x" * 200)
+    partial.complete(tmp_path / "m.gguf")
+    assert begun == [(0, 400), (400, 400)]
+    assert (tmp_path / "m.gguf").read_bytes() == b"x" * 1000
