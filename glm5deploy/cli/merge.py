@@ -35,7 +35,7 @@ def merge(
         bool | None, typer.Option("--verify", help="Hash every tensor and compare with what was written.")
     ] = None,
     chunk_bytes: Annotated[
-        int | None, typer.Option(min=4096, help="Bytes a read or write. Default: 1 MiB, 4 MiB with O_DIRECT.")
+        int | None, typer.Option(min=4096, help="Bytes a read or write. Default: 128 KiB, 4 MiB with O_DIRECT.")
     ] = None,
     io: Annotated[
         Literal["auto", "buffered", "direct"],

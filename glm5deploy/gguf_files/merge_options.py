@@ -18,9 +18,9 @@ _LARGEST_CHUNK = 16 << 20
 class MergeOptions:
     """How to copy.
 
-    ``mode`` auto takes O_DIRECT for a result larger than half of the memory. ``chunk_bytes`` 0 means 1 MiB through the
-    page cache and 4 MiB past it. ``consume`` releases the shards on the way and includes ``verify``, which hashes every
-    tensor as it is read and compares with what the disk gives back. ``check_mix`` is :meth:`ShardSet.open`'s.
+    ``mode`` auto takes O_DIRECT for a result larger than half of the memory. ``chunk_bytes`` 0 means 128 KiB through
+    the page cache and 4 MiB past it. ``consume`` releases the shards on the way and includes ``verify``, which hashes
+    every tensor as it is read and compares with what the disk gives back. ``check_mix`` is :meth:`ShardSet.open`'s.
     ``existing`` says what becomes of a file that is there already: by default the finished merge of the same shards is
     kept and anything else refused; "replace" replaces anything else; "redo" merges anew in any case.
     """
@@ -40,7 +40,7 @@ class MergeOptions:
         if self.chunk_bytes < 0 or self.chunk_bytes % BLOCK or self.chunk_bytes > _LARGEST_CHUNK:
             raise UsageError(
                 f"a chunk of {self.chunk_bytes} bytes is not possible",
-                hint=f"a multiple of {BLOCK} up to {_LARGEST_CHUNK}; the default is 1 MiB, 4 MiB with O_DIRECT",
+                hint=f"a multiple of {BLOCK} up to {_LARGEST_CHUNK}; the default is 128 KiB, 4 MiB with O_DIRECT",
             )
 
 

@@ -1,8 +1,9 @@
 """Copy a range of one file to a range of another: shared blocks, past the page cache, or through it.
 
-Through the page cache a call moves 1 MiB by default: larger writes fell off a cliff on some kernels. Past it
-(O_DIRECT) whatever is larger than memory costs no reclaim; it needs aligned offsets on both sides, so blocks are read
-aligned, moved into place in memory and written aligned, and the few bytes at a range's edges go through the cache.
+Through the page cache a call moves 128 KiB by default: larger writes make the kernel look for large free pieces of
+memory, and once memory is fragmented 1 MiB cost four times the CPU (docs/benchmarks/merge.md). Past it (O_DIRECT)
+whatever is larger than memory costs no reclaim; that needs aligned offsets on both sides, so blocks are read aligned,
+moved into place in memory and written aligned, and the few bytes at a range's edges go through the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from glm5deploy.gguf_files.linux_files import BLOCK, clone_range
 from glm5deploy.gguf_files.merge_plan import Copy
 from glm5deploy.gguf_files.open_file import OpenFile, fill, write_all
 
-BUFFERED_CHUNK = 1 << 20
+BUFFERED_CHUNK = 128 << 10
 DIRECT_CHUNK = 4 << 20
 
 
