@@ -303,8 +303,12 @@ def test_odd_chunks_are_refused(chunk: int) -> None:
 
 
 def test_memory_stays_small(tmp_path: Path) -> None:
-    """Tensors of 300 MB in holes: peak memory is the buffers, not the tensors, in every mode."""
-    big = Model(tensors=(Tensor("a", "F32", (8,)), Tensor("b", "F32", (8,))))
+    """Tensors of 300 MB in holes under a vocabulary of GLM-5's size: peak memory is the header and the buffers."""
+    words: tuple[Pair, ...] = (
+        ("tokens", (ARRAY, (STRING, [f"token{i}" for i in range(154_880)]))),
+        ("merges", (ARRAY, (STRING, [f"ab{i} cd{i}" for i in range(321_649)]))),
+    )
+    big = Model(words, (Tensor("a", "F32", (8,)), Tensor("b", "F32", (8,))))
     count = 75_000_000
     layout = Layout(dimensions={"a": (count,), "b": (count,)})
     for mode in ("buffered", "direct"):
