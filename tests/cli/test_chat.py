@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -117,10 +117,18 @@ class Terminal:
 
     def until(self, text: str, *, limit: float = 30.0) -> str:
         """Read until ``text`` was seen; returns what came up to it and forgets that."""
+        return self._until(text, limit, lambda: None)
+
+    def interrupt(self, text: str) -> None:
+        """Ctrl-C until ``text`` was seen."""
+        self._until(text, 30.0, lambda: os.kill(self.process.pid, signal.SIGINT), pause=0.5)
+
+    def _until(self, text: str, limit: float, again: Callable[[], None], pause: float = 0.1) -> str:
         end = time.monotonic() + limit
         while text not in self.seen:
+            again()
             assert time.monotonic() < end, f"{text!r} did not appear in {self.seen!r}"
-            if select.select([self._master], [], [], 0.1)[0]:
+            if select.select([self._master], [], [], pause)[0]:
                 try:
                     self.seen += os.read(self._master, 4096).decode(errors="replace")
                 except OSError:  # the other end is closed
@@ -128,9 +136,18 @@ class Terminal:
         before, _, self.seen = self.seen.partition(text)
         return before
 
-    def end(self) -> int:
-        """The exit code, once the process ends by itself; the terminal is read meanwhile."""
+    def end(self, number: signal.Signals | None = None) -> int:
+        """The exit code, once the process has ended by itself or by ``number``; the terminal is read meanwhile.
+
+        A signal that comes in the instant before the process waits for a key is seen at the next one: so it is sent
+        again, here as in :meth:`interrupt`.
+        """
+        end, sent = time.monotonic() + 60, 0.0
         while self.process.poll() is None:
+            assert time.monotonic() < end, self.seen
+            if number is not None and time.monotonic() - sent > 5:
+                self.process.send_signal(number)
+                sent = time.monotonic()
             if select.select([self._master], [], [], 0.1)[0]:
                 try:
                     self.seen += os.read(self._master, 4096).decode(errors="replace")
@@ -174,8 +191,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(tmp_path: Path) -> N
         terminal.type("go on\n")
         terminal.until("four.")
         terminal.until("> ")
-        os.kill(terminal.process.pid, signal.SIGINT)
-        terminal.until("Ctrl-D leaves")
+        terminal.interrupt("Ctrl-D leaves")
         terminal.until("> ")
         terminal.type("\x04")
         assert terminal.end() == 0
@@ -211,5 +227,4 @@ def test_a_model_cannot_steer_the_terminal(tmp_path: Path) -> None:
 def test_sigterm_ends_it(tmp_path: Path) -> None:
     with server() as running, Terminal(tmp_path, "--url", running.url) as terminal:
         terminal.until("> ")
-        terminal.process.terminate()
-        assert terminal.end() == 143
+        assert terminal.end(signal.SIGTERM) == 143
