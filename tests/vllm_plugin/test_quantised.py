@@ -134,6 +134,31 @@ def test_nothing_of_the_dense_model_is_lost(pair: Pair) -> None:
             assert name.rpartition(".")[0] in held, name
 
 
+def test_the_draft_model_keeps_its_weights_quantised_too(model_folder: Folder) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+
+    glm5deploy.vllm_plugin.register()
+    folder = model_folder(Run("A"))
+    speculative = {"method": "mtp", "num_speculative_tokens": 2}
+    drafts = []
+    with single_rank():
+        for weights in ("dense", "quantised"):
+            config, _ = load(folder, weights, speculative_config=speculative)
+            with set_current_vllm_config(config):
+                draft = config.speculative_config.draft_model_config
+                drafts.append(get_model(vllm_config=config, model_config=draft))
+        dense, quantised = drafts
+        layers = quantised_layers(quantised)
+        inside = ("mtp_block.self_attn.o_proj", "mtp_block.mlp.experts.routed_experts", "shared_head.head")
+        assert {f"model.layers.4.{name}" for name in inside} <= set(layers)
+        x = torch.randn(3, 1024)
+        for name in ("model.layers.4.mtp_block.self_attn.o_proj",):
+            ours, twin = (model.get_submodule(name) for model in (quantised, dense))
+            torch.testing.assert_close(ours(x)[0], twin(x)[0], rtol=1e-4, atol=1e-4)
+        assert torch.equal(quantised.model.layers["4"].eh_proj.weight, dense.model.layers["4"].eh_proj.weight)
+
+
 class Rank(nn.Module):
     """What a method asks of its layer: vLLM's tensor-parallel place and, of experts, which ones are here."""
 
