@@ -52,9 +52,10 @@ def bench(
     flags = {"serve.api_key_file": api_key_file}
     session = Session.open(workdir=workdir, config=config, json_mode=json_mode, flags=flags)
     counts, lengths = parse_counts(concurrency, "--concurrency"), parse_counts(prompt, "--prompt")
-    from glm5deploy.server.bench import Bench, BenchSettings, BenchTarget
+    from glm5deploy.server.bench import Bench, BenchSettings
     from glm5deploy.server.bench_plot import draw, require_matplotlib
     from glm5deploy.server.bench_record import BenchRecord, compare_rates, read_record
+    from glm5deploy.server.bench_request import BenchTarget
 
     if plot is not None:
         require_matplotlib()

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from glm5deploy.errors import DeployError, FileFormatError, UsageError
-from glm5deploy.server.bench import Bench, BenchSettings, BenchTarget, Point, measure
+from glm5deploy.server.bench import Bench, BenchSettings, Point
 from glm5deploy.server.bench_figures import Trace, middle, percentile, summarise
 from glm5deploy.server.bench_record import BenchRecord, compare_rates, read_record
+from glm5deploy.server.bench_request import BenchTarget, measure
 from glm5deploy.server.metrics_text import read_counters
 from tests.support.streaming_server import NAME, Pace, StreamingServer
 
