@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,12 @@ class Glm5GgufLoader(BaseModelLoader):
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         self.expert_parallel = vllm_config.parallel_config.enable_expert_parallel
         self.quantised = self.weights == "quantised" or (self.weights == "auto" and not cpu.is_cpu())
-        if self.quantised:
-            from glm5deploy.vllm_plugin import quantised_loading
+        with ExitStack() as stack:
+            if self.quantised:
+                from glm5deploy.vllm_plugin import quantised_loading
 
-            quantised_loading.prepare(vllm_config, model_config)
-        return super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+                stack.enter_context(quantised_loading.building(vllm_config, model_config))
+            return super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Fill ``model``; :class:`DeployError` names every parameter that stayed unset or holds NaN or infinity."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from glm5deploy.vllm_plugin.rank_reader import Progress, Reader, Slab
 logger = logging.getLogger("vllm.glm5deploy")
 
 
-def prepare(vllm_config: Any, model_config: Any) -> None:
-    """Check the file against the parallel layout and give vLLM the configuration that its layers are built with.
+def building(vllm_config: Any, model_config: Any) -> AbstractContextManager[None]:
+    """Check the file against the parallel layout; layers built in the returned context keep their weights quantised.
 
     Raises :class:`UsageError` when a rank would get half a block, naming what works instead, and
     :class:`FileFormatError` for a file that is incomplete or of types that nothing here reads.
@@ -46,10 +47,22 @@ def prepare(vllm_config: Any, model_config: Any) -> None:
     layers = files.hparams.num_layers
     placements = draft_placements(plan, layers) if draft else main_placements(plan, range(layers))
     modules = quantised_modules(placements, tensors)
-    vllm_config.quant_config = QuantisedGgufConfig(modules)
     if isinstance(vllm_config.additional_config, dict):
         # Compiled graphs hold the types as constants: vLLM must not take another file's from its cache.
-        vllm_config.additional_config = {**vllm_config.additional_config, "glm5_gguf": fingerprint(modules)}
+        key = f"glm5_gguf{'_draft' if draft else ''}"
+        vllm_config.additional_config = {**vllm_config.additional_config, key: fingerprint(modules)}
+    return _configured(vllm_config, QuantisedGgufConfig(modules))
+
+
+@contextmanager
+def _configured(vllm_config: Any, quantisation: QuantisedGgufConfig) -> Iterator[None]:
+    """Main and draft model may share one configuration: each is built with its own quantisation and leaves none."""
+    before = vllm_config.quant_config
+    vllm_config.quant_config = quantisation
+    try:
+        yield
+    finally:
+        vllm_config.quant_config = before
 
 
 def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -24,7 +24,7 @@ from glm5deploy.quants.planes import empty_planes
 from glm5deploy.vllm_plugin import quantised_ops as ops
 from glm5deploy.vllm_plugin.loader import draft_placements, main_placements
 from glm5deploy.vllm_plugin.model_files import ModelFiles
-from glm5deploy.vllm_plugin.quantised_loading import fill, prepare, quantised_layers, scales_are_finite
+from glm5deploy.vllm_plugin.quantised_loading import building, fill, quantised_layers, scales_are_finite
 from glm5deploy.vllm_plugin.quantised_modules import Module, fingerprint, quantised_modules
 from glm5deploy.vllm_plugin.quantised_moe import Glm5MoeMethod
 from tests.support.built_model import configuration, load, single_rank
@@ -73,13 +73,19 @@ def test_another_mix_of_types_has_another_fingerprint(model_folder: Folder) -> N
     assert fingerprint(a) != fingerprint(b)
 
 
-@pytest.fixture(scope="module", params=sorted(SETS))
-def pair(request: pytest.FixtureRequest, model_folder: Folder) -> Iterator[Pair]:
-    """A set's model loaded dense and quantised by the real loader, each with its configuration."""
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """Models can be built: the plugin is registered, and this process is the only rank."""
     glm5deploy.vllm_plugin.register()
-    folder = model_folder(Run(request.param))
     with single_rank():
-        yield (*load(folder, "dense"), *load(folder, "quantised"))
+        yield
+
+
+@pytest.fixture(scope="module", params=sorted(SETS))
+def pair(request: pytest.FixtureRequest, model_folder: Folder, alone: None) -> Pair:
+    """A set's model loaded dense and quantised by the real loader, each with its configuration."""
+    folder = model_folder(Run(request.param))
+    return (*load(folder, "dense"), *load(folder, "quantised"))
 
 
 def test_every_module_computes_what_the_dense_one_computes(pair: Pair) -> None:
@@ -134,29 +140,26 @@ def test_nothing_of_the_dense_model_is_lost(pair: Pair) -> None:
             assert name.rpartition(".")[0] in held, name
 
 
-def test_the_draft_model_keeps_its_weights_quantised_too(model_folder: Folder) -> None:
+def test_the_draft_model_keeps_its_weights_quantised_too(model_folder: Folder, alone: None) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
-    glm5deploy.vllm_plugin.register()
-    folder = model_folder(Run("A"))
-    speculative = {"method": "mtp", "num_speculative_tokens": 2}
     drafts = []
-    with single_rank():
-        for weights in ("dense", "quantised"):
-            config, _ = load(folder, weights, speculative_config=speculative)
-            with set_current_vllm_config(config):
-                draft = config.speculative_config.draft_model_config
-                drafts.append(get_model(vllm_config=config, model_config=draft))
-        dense, quantised = drafts
-        layers = quantised_layers(quantised)
-        inside = ("mtp_block.self_attn.o_proj", "mtp_block.mlp.experts.routed_experts", "shared_head.head")
-        assert {f"model.layers.4.{name}" for name in inside} <= set(layers)
-        x = torch.randn(3, 1024)
-        for name in ("model.layers.4.mtp_block.self_attn.o_proj",):
-            ours, twin = (model.get_submodule(name) for model in (quantised, dense))
-            torch.testing.assert_close(ours(x)[0], twin(x)[0], rtol=1e-4, atol=1e-4)
-        assert torch.equal(quantised.model.layers["4"].eh_proj.weight, dense.model.layers["4"].eh_proj.weight)
+    for weights in ("dense", "quantised"):
+        speculative = {"method": "mtp", "num_speculative_tokens": 2}
+        config, _ = load(model_folder(Run("A")), weights, speculative_config=speculative)
+        with set_current_vllm_config(config):
+            drafts.append(get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config))
+        assert set(config.additional_config) == ({"glm5_gguf", "glm5_gguf_draft"} if weights == "quantised" else set())
+        assert config.quant_config is None
+    dense, quantised = drafts
+    inside = ("mtp_block.self_attn.o_proj", "mtp_block.mlp.experts.routed_experts", "shared_head.head")
+    assert {f"model.layers.4.{name}" for name in inside} <= set(quantised_layers(quantised))
+    ours, twin = (model.model.layers["4"] for model in (quantised, dense))
+    x = torch.randn(3, 1024)
+    expected = twin.mtp_block.self_attn.o_proj(x)[0]
+    torch.testing.assert_close(ours.mtp_block.self_attn.o_proj(x)[0], expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(ours.eh_proj.weight, twin.eh_proj.weight)
 
 
 class Rank(nn.Module):
@@ -178,12 +181,13 @@ def test_an_illegal_cut_is_refused_before_a_model_is_built(model_folder: Folder)
         quant_config=None,
     )
     with pytest.raises(UsageError, match="would cut quantisation blocks") as e:
-        prepare(asked, config.model_config)
+        building(asked, config.model_config)
     assert e.value.hint == "Use TP 1 with pipeline parallelism 4 on the same 4 GPUs."
-    assert asked.quant_config is None
     asked.parallel_config.tensor_parallel_size = 1
-    prepare(asked, config.model_config)
-    assert asked.additional_config["glm5_gguf"]
+    with building(asked, config.model_config):
+        assert "lm_head" in asked.quant_config.modules
+    assert asked.quant_config is None
+    assert list(asked.additional_config) == ["glm5_gguf"]
 
 
 def test_a_type_of_a_fork_is_refused_by_name_before_anything_is_loaded(model_folder: Folder, tmp_path: Path) -> None:
