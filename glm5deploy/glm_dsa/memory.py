@@ -36,6 +36,21 @@ _ALWAYS_DENSE = frozenset(
 # Kept in fp32: rounding the router's bias changes which experts are chosen.
 _FLOAT32 = frozenset({"exp_probs_b.bias", "indexer.k_norm.weight", "indexer.k_norm.bias"})
 
+# Bytes of 256 weights on a GPU, for types that take more there than in the file: codebook indices become signs and
+# magnitudes, and what no kernel reads becomes 16 bits. quants/formats.py decides; a test holds the two together.
+BYTES_ON_GPU = {
+    "IQ2_XXS": 102,
+    "IQ2_XS": 106,
+    "IQ2_S": 106,
+    "IQ3_XXS": 134,
+    "IQ3_S": 134,
+    "IQ1_S": 512,
+    "IQ1_M": 512,
+    "TQ1_0": 512,
+    "TQ2_0": 512,
+    "NVFP4": 512,
+}
+
 
 class SizedTensor(TypedTensor, Protocol):
     """A tensor with its bytes in the file."""
@@ -126,13 +141,19 @@ def _rank_bytes(placement: Placement, tensor: SizedTensor, layout: ParallelLayou
     elif dense or kind.gguf in _ALWAYS_DENSE or tensor.type.block_elements == 1:
         nbytes = _DENSE_BYTES * weights
     else:
-        nbytes = tensor.nbytes
+        nbytes = gpu_nbytes(tensor)
     if kind.cut == "none":
         return nbytes
     if kind.role == "experts" and layout.expert_parallel:
         experts = placement.shape[2]
         return nbytes // experts * ceil(experts / layout.tp)
     return ceil(nbytes / layout.tp)
+
+
+def gpu_nbytes(tensor: SizedTensor) -> int:
+    """Bytes that a tensor's weights take on a GPU when they stay quantised."""
+    per_256 = BYTES_ON_GPU.get(tensor.type.name)
+    return tensor.nbytes if per_256 is None else prod(tensor.shape) * per_256 // 256
 
 
 def _stages(placement: Placement, hparams: Hparams, stage_of: Sequence[int]) -> Iterator[int]:

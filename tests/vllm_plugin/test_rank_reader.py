@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import nn
+from vllm.model_executor.models.utils import PPMissingLayer
 
 from glm5deploy.errors import DeployError, FileFormatError
 from glm5deploy.gguf_files.ggml_types import TYPES_BY_NAME
@@ -23,11 +25,14 @@ from glm5deploy.quants.reference import dequantize_planes
 from glm5deploy.vllm_plugin import quantised_ops as ops
 from glm5deploy.vllm_plugin import weights
 from glm5deploy.vllm_plugin.loader import main_placements
+from glm5deploy.vllm_plugin.model_files import ModelFiles
 from glm5deploy.vllm_plugin.quantised_linear import Glm5LinearMethod, share
+from glm5deploy.vllm_plugin.quantised_loading import left_over
 from glm5deploy.vllm_plugin.quantised_modules import Module, quantised_modules
 from glm5deploy.vllm_plugin.rank_reader import Mappings, Progress, Reader, Slab, Source, pieces
 from tests.quants.blocks import QUANTISED, random_rows
 from tests.support.glm_catalogue import real_metadata, real_tensors
+from tests.vllm_plugin.conftest import Run
 from tests.vllm_plugin.test_quantised import Rank, expert_layer
 
 
@@ -156,6 +161,18 @@ def test_a_fused_module_of_two_types(tmp_path: Path) -> None:
     whole = torch.cat([numbers(tensor)[0] for tensor in parts])
     torch.testing.assert_close(method.apply(layer, x), x @ whole.T, rtol=1e-4, atol=1e-5)
     assert [name for name, _ in layer.named_parameters()] == list(method.parameters.names)
+
+
+def test_a_pipeline_stage_asks_for_nothing_of_other_stages(model_folder: Callable[[Run], Path]) -> None:
+    """The second of two stages has neither the embedding nor the first layers, and needs none of their bytes."""
+    files = ModelFiles.open(model_folder(Run("A")))
+    plan = files.plan(files.pattern)
+    stage = nn.ModuleDict({"model": nn.ModuleDict({"embed_tokens": PPMissingLayer(), "norm": nn.Identity()})})
+    stage["lm_head"] = nn.Identity()
+    here = main_placements(plan, range(2, 4))
+    rest = left_over(stage, here, {"model.layers.2.self_attn.o_proj.weight"})
+    names = {p.hf_name for p in here} - {p.hf_name for p in rest}
+    assert names == {"model.embed_tokens.weight", "model.layers.2.self_attn.o_proj.weight"}
 
 
 def test_progress_speaks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
