@@ -14,7 +14,7 @@ from typing import Self
 
 from glm5deploy.errors import DeployError
 from glm5deploy.server.command import ServeCommand
-from glm5deploy.server.diagnosis import telling_lines
+from glm5deploy.server.diagnosis import find_faults, telling_lines
 from glm5deploy.server.guard import kill_members, session_members
 
 KEPT_LOGS = 3
@@ -73,9 +73,10 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             return
         lines = telling_lines(self.log)
+        known = [fault.remedy for fault, _ in find_faults(lines)]
         raise ServerExited(
             f"the server ended with exit status {code}" + "".join(f"\n  {line}" for line in lines),
-            hint=f"the whole log is {self.log}",
+            hint="; ".join([*known[:1], f"the whole log is {self.log}"]),
         )
 
     def stop(self) -> None:

@@ -66,7 +66,9 @@ def test_an_early_end_shows_the_telling_line_and_where_the_log_is(tmp_path: Path
     assert caught.value.message == (
         "the server ended with exit status 1\n  ValueError: KV cache is needed, which is larger than the available one"
     )
-    assert str(process.log) in str(caught.value.hint)
+    assert caught.value.hint == (
+        f"lower --context to what the message says fits, or give the cache more memory; the whole log is {process.log}"
+    )
     process.stop()
 
 
