@@ -156,6 +156,15 @@ def gpu_nbytes(tensor: SizedTensor) -> int:
     return tensor.nbytes if per_256 is None else prod(tensor.shape) * per_256 // 256
 
 
+def growth_on_gpu(tensors: Iterable[SizedTensor]) -> dict[str, float]:
+    """Types that take more memory on a GPU than in the file, and how many times as much."""
+    return {
+        tensor.type.name: round(gpu_nbytes(tensor) / tensor.nbytes, 3)
+        for tensor in tensors
+        if tensor.type.name in BYTES_ON_GPU
+    }
+
+
 def _stages(placement: Placement, hparams: Hparams, stage_of: Sequence[int]) -> Iterator[int]:
     last = stage_of[-1]
     if placement.layer is not None:

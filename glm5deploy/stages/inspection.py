@@ -14,7 +14,7 @@ from glm5deploy.gguf_files.shards import ShardSet, ShardTensor, parse_shard_name
 from glm5deploy.glm_dsa.file_kind import ARCHITECTURE
 from glm5deploy.glm_dsa.hparams import Hparams, read_hparams
 from glm5deploy.glm_dsa.indexer_schedule import resolve_schedule
-from glm5deploy.glm_dsa.memory import sizes_by_role
+from glm5deploy.glm_dsa.memory import growth_on_gpu, sizes_by_role
 from glm5deploy.stages.model_headers import FoundModel, open_headers
 
 _LONGEST_TEXT = 160
@@ -69,6 +69,7 @@ def _summary(found: FoundModel) -> Facts:
         "weights": weights,
         "bits_per_weight": round(8 * data / weights, 3) if weights else None,
         "types": _types(shards.tensors),
+        **_growth(shards.tensors),
     }
 
 
@@ -143,6 +144,13 @@ def _types(tensors: Iterable[ShardTensor]) -> str:
     total = sum(sizes.values())
     order = sorted(sizes.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {100 * size / total:.1f} %" for name, size in order)
+
+
+def _growth(tensors: Iterable[ShardTensor]) -> Facts:
+    """Of types that no kernel reads as they are, what they cost in GPU memory; nothing where there are none."""
+    times = growth_on_gpu(tensors)
+    words = ", ".join(f"{name} takes {factor:.2f} times its bytes in the file" for name, factor in times.items())
+    return {"on_a_gpu": words} if words else {}
 
 
 def _row(tensor: ShardTensor) -> Facts:
