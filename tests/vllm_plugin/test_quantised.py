@@ -105,6 +105,21 @@ def test_every_module_computes_what_the_dense_one_computes(pair: Pair) -> None:
         torch.testing.assert_close(method.apply(layer, x), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
+def test_layers_compile_into_one_graph(pair: Pair) -> None:
+    """As vLLM compiles a model on a GPU: no break at our operations, whatever the number of tokens."""
+    _, _, _, quantised = pair
+    layer = quantised.model.layers[1]
+
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        x = quantised.model.embed_tokens(ids)
+        return layer.mlp(layer.self_attn.fused_qkv_a_proj(x)[0][:, :256] + x)  # type: ignore[no-any-return]
+
+    compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
+    for count in (3, 5):
+        ids = torch.arange(count)
+        assert torch.equal(compiled(ids), run(ids))
+
+
 def test_embeddings_are_the_dense_ones(pair: Pair) -> None:
     _, dense, _, quantised = pair
     ids = torch.tensor([[0, 7, 1023], [511, 7, 3]])
