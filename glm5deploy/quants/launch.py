@@ -1,6 +1,7 @@
 """Launch parameters, chosen without trying: tile sizes and splits from the shapes and the GPU's size.
 
-Tables were measured on an H200 (docs/benchmarks/quants.md) and scale with the number of multiprocessors.
+The choices are reckoned, not measured (docs/benchmarks/quants.md): about two programs a multiprocessor, none under two
+super-blocks, and the smallest token tile that holds most experts' pairs.
 """
 
 from __future__ import annotations
