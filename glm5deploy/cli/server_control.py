@@ -38,7 +38,7 @@ def logs(
     """Show the end of the server's log."""
     from glm5deploy.errors import UsageError
     from glm5deploy.server.follow import follow, last_lines
-    from glm5deploy.server.session import Places
+    from glm5deploy.server.running import Places
 
     if following and json_mode:
         raise UsageError("--json prints one object, --follow never ends")

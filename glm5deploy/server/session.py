@@ -6,114 +6,26 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from glm5deploy.progress import ProgressSink
 from glm5deploy.server.api_key import ApiKey
 from glm5deploy.server.client import Client, RequestFailed
-from glm5deploy.server.command import TRITON_BACKEND, ServeCommand
+from glm5deploy.server.command import ServeCommand
 from glm5deploy.server.diagnosis import bare, read_tail
 from glm5deploy.server.evidence import STATUS_VARIABLE, IndexerCount, clear_counts, read_indexer_counts, read_running
-from glm5deploy.server.incident import explain, save_incident
+from glm5deploy.server.flags import TRITON_BACKEND
 from glm5deploy.server.model_facts import ModelFacts
-from glm5deploy.server.process import ServerExited, ServerProcess
+from glm5deploy.server.process import ServerProcess
 from glm5deploy.server.readiness import CheckResult, NoAnswer, NotReady, prove_answers, wait_for_health
+from glm5deploy.server.running import Places, ReadyReport, RunningServer, no_gpus
 from glm5deploy.server.settings import ServeSettings
 from glm5deploy.server.state import ServerState, remove_state, start_time, write_state
-from glm5deploy.server.watchdog import Stalled, watch
 
 _WHOLE_LOG = 16 << 20  # bytes; a start writes far less
 _LAST_WORDS = 5.0  # seconds for a server whose engine died to end as well
 _COUNTER_INTERVAL = 0.5  # seconds; a worker writes its counters five times a second at most
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Files of a server in its work folder."""
-
-    log: Path
-    state: Path
-    counters: Path
-    incidents: Path
-
-    @classmethod
-    def of(cls, workdir: Path) -> Places:
-        private = workdir / ".glm5deploy"
-        return cls(
-            workdir / "logs" / "serve.log", private / "server.json", private / "indexer", workdir / "logs" / "incidents"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyReport:
-    """What was seen when the server became ready. ``seconds`` from the start to ``/health``."""
-
-    seconds: float
-    backend: str
-    kv_dtype: str
-    kv_tokens: int
-    context: int
-    indexer: IndexerCount
-    checks: tuple[CheckResult, ...]
-
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
-
-    @property
-    def summary(self) -> str:
-        """One line: backend, KV type, indexer, and how each check came out."""
-        counted = (
-            f"indexer ran {self.indexer.calls} times and left tokens out for {self.indexer.sparse_rows}"
-            if self.indexer.ranks
-            else "indexer calls are not counted on this backend"
-        )
-        checks = ", ".join(f"{check.name}: {check.outcome}" for check in self.checks)
-        return f"{self.backend}, KV cache {self.kv_dtype}, {counted}; {checks}"
-
-
-def no_gpus() -> str:
-    return "no GPUs were looked at"
-
-
-@dataclass(frozen=True, slots=True)
-class RunningServer:
-    """A server that is ready; ``process.check()`` raises when it has ended."""
-
-    settings: ServeSettings
-    key: ApiKey | None
-    process: ServerProcess
-    report: ReadyReport
-    incidents: Path
-    gpu_state: Callable[[], str] = no_gpus
-
-    @property
-    def base_url(self) -> str:
-        return self.settings.base_url
-
-    @property
-    def model(self) -> str:
-        """The name that clients ask for."""
-        return self.settings.name
-
-    def wait(self) -> None:
-        """Watch the server until Ctrl-C or SIGTERM.
-
-        Raises ServerExited or Stalled, after what can be known about it was saved, with the folder in the message.
-        """
-        try:
-            with self.client() as client:
-                watch(self.process, client, self.settings.stall_seconds)
-        except KeyboardInterrupt:
-            return
-        except (ServerExited, Stalled) as failure:
-            living = [pid for pid in self.process.members() if pid != self.process.session]
-            place = save_incident(self.incidents, failure.message, self.process.log, living, self.gpu_state())
-            told = "".join(f"\n  {line}" for line in explain(place))
-            raise type(failure)(f"{failure.message}{told}\n  saved in {place}", hint=failure.hint) from None
-
-    def client(self, timeout: float = 300.0) -> Client:
-        return Client(self.settings.base_url, self.settings.name, self.key.value if self.key else None, timeout)
 
 
 @contextmanager
@@ -143,7 +55,7 @@ def serving(
             process.beside = beside
             state = _state(process, settings, key)
             write_state(places.state, state)
-            report = _prove(process, settings, model, places, key, progress)
+            report = _prove(process, command, settings, model, places, key, progress)
             write_state(places.state, replace(state, phase="ready"))
             yield RunningServer(settings, key, process, report, places.incidents, gpu_state)
     finally:
@@ -152,6 +64,7 @@ def serving(
 
 def _prove(
     process: ServerProcess,
+    command: ServeCommand,
     settings: ServeSettings,
     model: ModelFacts,
     places: Places,
@@ -167,7 +80,7 @@ def _prove(
         running = read_running(read_tail(places.log, _WHOLE_LOG))
         try:
             context = client.model_lengths().get(settings.name) or settings.context or model.context
-            checks = prove_answers(client, model, context=context, tools=settings.tool_parser != "none")
+            checks = prove_answers(client, model, context=context, tools="--tool-call-parser" in command.argv)
             counts = _counted(client, places.counters, context > model.index_topk)
         except (NoAnswer, RequestFailed):
             process.check(_LAST_WORDS)  # an engine that died of the question says more than the question's failure

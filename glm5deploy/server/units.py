@@ -86,6 +86,12 @@ def compose_file(deployment: Deployment, source: Path | str) -> str:
         "working_dir": str(deployment.directory),
         "volumes": mounts,
         "ports": [f"127.0.0.1:{deployment.port}:{deployment.port}"],
+        "environment": [
+            f"VLLM_CACHE_ROOT={deployment.workdir}/cache/vllm",  # compiled code outlives the container
+            f"TRITON_CACHE_DIR={deployment.workdir}/cache/triton",
+            # Taken over from the caller's environment.
+            *([KEY_VARIABLE] if deployment.key_variable and deployment.key_file is None else []),
+        ],
         "ipc": "host",
         "ulimits": {"memlock": -1, "nofile": 65536},
         "restart": "unless-stopped",
@@ -108,8 +114,6 @@ def compose_file(deployment: Deployment, source: Path | str) -> str:
         service["secrets"] = ["glm5_api_key"]
         arguments = _before_dashes(arguments, ["--api-key-file", "/run/secrets/glm5_api_key"])
         document["secrets"] = {"glm5_api_key": {"file": str(deployment.directory / deployment.key_file)}}
-    elif deployment.key_variable:
-        service["environment"] = [KEY_VARIABLE]  # taken over from the caller's environment
     service["command"] = _before_dashes(arguments, ["--host", "0.0.0.0"])
     return "\n".join([*_yaml(document, 0), ""])
 

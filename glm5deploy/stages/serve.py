@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from glm5deploy.checks import require_no_failure
 from glm5deploy.pipeline.stage import Context, Json
-from glm5deploy.server.session import RunningServer
+from glm5deploy.server.running import RunningServer
 from glm5deploy.stages.cluster import ClusterStart, cluster_checks, plan_cluster
 from glm5deploy.stages.gpu_preflight import check_collectives, gpu_state
 from glm5deploy.stages.serve_plan import ServePlan, make_plan

@@ -16,7 +16,7 @@ from glm5deploy.server.api_key import ApiKey, find_api_key
 from glm5deploy.server.command import ServeCommand, build_command
 from glm5deploy.server.model_facts import ModelFacts, read_model_facts
 from glm5deploy.server.preflight import check_host
-from glm5deploy.server.session import Places
+from glm5deploy.server.running import Places
 from glm5deploy.server.settings import Device, ServeSettings
 from glm5deploy.stages.engine_check import check_engine_versions, check_vllm_arguments
 from glm5deploy.stages.gpu_preflight import Machine, gpu_checks, read_machine

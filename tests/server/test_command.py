@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from glm5deploy.errors import UsageError
-from glm5deploy.server.command import build_command, cpu_binding, graph_sizes, vllm_launcher
+from glm5deploy.server.command import build_command, vllm_launcher
+from glm5deploy.server.flags import graph_sizes
+from glm5deploy.server.variables import cpu_binding
 from tests.support.serving import facts, settings
 
 VLLM = ("vllm", "serve")

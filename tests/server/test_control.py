@@ -20,7 +20,7 @@ from glm5deploy.errors import DeployError
 from glm5deploy.server.detach import start_detached
 from glm5deploy.server.follow import follow, last_lines
 from glm5deploy.server.guard import session_members
-from glm5deploy.server.session import Places
+from glm5deploy.server.running import Places
 from glm5deploy.server.state import read_state
 from glm5deploy.server.stop import stop_server
 from glm5deploy.server.units import Deployment, compose_file, systemd_unit
@@ -29,7 +29,8 @@ SUPERVISOR = """
 import signal, sys
 from pathlib import Path
 from glm5deploy.progress import ignore_progress
-from glm5deploy.server.session import Places, serving
+from glm5deploy.server.running import Places
+from glm5deploy.server.session import serving
 from tests.support.serving import child_command, facts, free_port, settings
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 port = free_port()
@@ -204,7 +205,9 @@ def test_secrets_in_the_compose_file_are_names(tmp_path: Path) -> None:
     assert service["secrets"] == ["glm5_api_key"]
     assert with_file["secrets"] == {"glm5_api_key": {"file": "/home/op/key"}}
     from_variable = yaml.safe_load(compose_file(replace(DEPLOYMENT, key_variable=True), "glm5deploy==0.1.0"))
-    assert from_variable["services"]["glm5"]["environment"] == ["GLM5DEPLOY_API_KEY"]
+    caches = ["VLLM_CACHE_ROOT=/data/glm 5/cache/vllm", "TRITON_CACHE_DIR=/data/glm 5/cache/triton"]
+    assert service["environment"] == caches
+    assert from_variable["services"]["glm5"]["environment"] == [*caches, "GLM5DEPLOY_API_KEY"]
 
 
 def test_the_command_line_prints_unit_compose_and_logs(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from glm5deploy.server.leftover import wait_for_leftover
 from glm5deploy.server.model_facts import ModelFacts
 from glm5deploy.server.process import ServerExited
 from glm5deploy.server.readiness import NotReady
-from glm5deploy.server.session import Places, serving
+from glm5deploy.server.running import Places
+from glm5deploy.server.session import serving
 from glm5deploy.server.settings import ServeSettings
 from glm5deploy.server.state import ServerState, read_state, start_time, write_state
 from tests.support.serving import child_command, facts, free_port, settings
@@ -85,6 +86,13 @@ def test_native_attention_is_not_counted(tmp_path: Path) -> None:
     wanted = settings(port=port, attention="native", stop_grace=2.0)
     with serving(child_command(port, "uncounted"), wanted, REAL, Places.of(tmp_path), None, ignore_progress) as server:
         assert "indexer calls are not counted on this backend" in server.report.summary
+
+
+def test_without_a_tool_parser_no_tool_call_is_asked_for(tmp_path: Path) -> None:
+    port = free_port()
+    wanted = settings(port=port, stop_grace=2.0)
+    with serving(child_command(port, "toolless"), wanted, REAL, Places.of(tmp_path), None, ignore_progress) as server:
+        assert [check.outcome for check in server.report.checks] == ["passed", "passed", "skipped"]
 
 
 def test_counters_of_an_earlier_server_do_not_count(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import pytest
 from glm5deploy.progress import ignore_progress
 from glm5deploy.server.incident import KEPT, explain, public_lines, save_incident, stack_of
 from glm5deploy.server.process import ServerExited
-from glm5deploy.server.session import Places, serving
+from glm5deploy.server.running import Places
+from glm5deploy.server.session import serving
 from glm5deploy.server.watchdog import Load, Restarts, Stalled, read_load
 from tests.support.serving import child_command, facts, free_port, settings
 

@@ -25,14 +25,18 @@ from glm5deploy.errors import DeployError, UsageError
 from glm5deploy.pipeline.events import Event
 from glm5deploy.pipeline.stage import Blocked
 from glm5deploy.pipeline.state import Record, State
+from glm5deploy.progress import ignore_progress
 from glm5deploy.server.command import build_command
 from glm5deploy.server.guard import session_members
 from glm5deploy.server.process import ServerExited
+from glm5deploy.server.readiness import WEATHER_TOOL
+from glm5deploy.server.running import Places
+from glm5deploy.server.session import serving
 from glm5deploy.server.state import read_state
 from glm5deploy.stages import engine_check
 from glm5deploy.stages.engine_check import require_meaning
 from glm5deploy.stages.serve import ServerInfo, ServeStage
-from glm5deploy.stages.serve_plan import ready_timeout, served_name
+from glm5deploy.stages.serve_plan import make_plan, ready_timeout, served_name
 from tests.stages.serving import serve_context
 from tests.support.serving import facts, free_port, settings
 
@@ -262,6 +266,26 @@ def test_serving_to_the_openai_client(tmp_path: Path) -> None:
         deltas: list[Any] = [piece.choices[0].delta for piece in pieces if piece.choices]
         streamed = "".join((delta.content or "") + (getattr(delta, "reasoning", None) or "") for delta in deltas)
         message: Any = whole.choices[0].message
+        assert message.reasoning
+        assert not message.content  # a random model never closes its thinking
+        quiet: Any = {"chat_template_kwargs": {"enable_thinking": False}}
+        plain = client.chat.completions.create(
+            model="GLM-tiny-A", messages=question, max_tokens=12, temperature=0, extra_body=quiet
+        )
+        assert plain.choices[0].message.content
+        named: Any = {"type": "function", "function": {"name": "get_weather"}}
+        tools: Any = [WEATHER_TOOL]
+        called = client.chat.completions.create(
+            model="GLM-tiny-A",
+            messages=question,
+            tools=tools,
+            tool_choice=named,
+            max_tokens=40,
+            temperature=0,
+            extra_body=quiet,
+        )
+        call: Any = (called.choices[0].message.tool_calls or [None])[0]
+        assert call.function.name == "get_weather"  # the grammar makes even random weights call it
         assert streamed == (message.content or "") + (getattr(message, "reasoning", None) or "")
         done: list[int] = []
 
@@ -294,6 +318,21 @@ def test_serving_to_the_openai_client(tmp_path: Path) -> None:
             content = path.read_bytes()
             assert b"s3cret-key" not in content
             assert b"lighthouse" not in content
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_too_little_memory_is_named_with_a_remedy(tmp_path: Path) -> None:
+    """The real engine under a limit that it cannot even be imported with."""
+    context = serve_context(tmp_path, {"serve.port": free_port()})
+    plan = make_plan(tmp_path, tmp_path / "model", context.config, context.outputs["install"], {})
+    limited = replace(plan.command, argv=("prlimit", "--as=1200000000", *plan.command.argv))
+    with (
+        pytest.raises(ServerExited, match="MemoryError") as caught,
+        serving(limited, plan.settings, plan.model, Places.of(tmp_path), None, ignore_progress),
+    ):
+        pytest.fail("it must not get ready")
+    assert str(caught.value.hint).startswith("free host memory or raise the memory limit")
 
 
 @pytest.mark.engine

@@ -43,7 +43,8 @@ def facts(**changes: Any) -> ModelFacts:
 
 def child_command(port: int, mode: str) -> ServeCommand:
     launcher = (sys.executable,)
-    return ServeCommand(launcher, (*launcher, str(http_child.__file__), str(port), mode), {}, {})
+    words = (str(http_child.__file__), str(port), mode, *(() if mode == "toolless" else ("--tool-call-parser", "x")))
+    return ServeCommand(launcher, (*launcher, *words), {}, {})
 
 
 def write_model_folder(folder: Path, *, weights: Path, config: dict[str, Any] | None = None) -> Path:
