@@ -47,7 +47,7 @@ class FetchConfig:
 class MergeConfig:
     mode: Literal["always", "auto", "never"] = "always"
     output: Path | None = None
-    chunk_bytes: int = 1 << 20
+    chunk_bytes: int = 0  # bytes a read or write; 0 chooses by the way of copying
     consume: bool = False
     verify: bool = False
 

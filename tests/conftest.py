@@ -6,6 +6,9 @@ import os
 
 import pytest
 
+# huggingface_hub asks the network for a list of agents unless this is set before it is imported.
+os.environ["DO_NOT_TRACK"] = "1"
+
 KEPT = {"GLM5DEPLOY_TEST_DATA"}
 
 

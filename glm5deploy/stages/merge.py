@@ -84,7 +84,7 @@ class MergeStage:
         config = context.config.merge
         options = MergeOptions(
             mode=self._io,
-            chunk_bytes=config.chunk_bytes if context.config.origin("merge.chunk_bytes") != "default" else 0,
+            chunk_bytes=config.chunk_bytes,
             verify=config.verify,
             consume=config.consume,
             existing="redo" if self._redo else "refuse" if config.output else "replace",

@@ -26,7 +26,10 @@ from tests.vllm_plugin.conftest import Recording, Run, record_prompts
 
 pytestmark = pytest.mark.gpu
 
-SMALL = ("--gpu-memory-utilization", "0.06", "--disable-flashinfer-autotune")
+# The cache's size is given: profiling it would count what the servers beside this one allocate meanwhile.
+SMALL = ("--kv-cache-memory-bytes", str(2 << 30), "--max-num-seqs", "16", "--disable-flashinfer-autotune")
+SMALL += ("--gpu-memory-utilization", "0.2")
+SIDE_BY_SIDE = 4
 TOPK_128 = (("index_topk", 128),)
 
 
@@ -51,7 +54,7 @@ RUNS = (
     GpuRun("B-Q8", bf16("B-Q8")),
     GpuRun("A-fp8-cache", bf16("A"), flags=("--kv-cache-dtype", "fp8_ds_mla")),
     GpuRun("B-Q8-fp8-cache", bf16("B-Q8"), flags=("--kv-cache-dtype", "fp8_ds_mla")),
-    GpuRun("A-small-steps", bf16("A"), flags=("--max-num-batched-tokens", "128", "--max-num-seqs", "16")),
+    GpuRun("A-small-steps", bf16("A"), flags=("--max-num-batched-tokens", "128")),
     GpuRun("A-topk128", bf16("A", TOPK_128), expected="topk128/fp8"),
     GpuRun(
         "A-topk128-native",
@@ -81,11 +84,18 @@ class Result:
 
 
 @pytest.fixture(scope="session")
-def results(model_folder: Callable[[Run], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """Every run's record; the servers start four at a time."""
-    folders = {r.name: (model_folder(r.run), tmp_path_factory.mktemp("engine")) for r in RUNS}
-    with ThreadPoolExecutor(5) as pool:
-        found = pool.map(lambda r: (r.name, _serve(r, *folders[r.name])), RUNS)
+def results(
+    request: pytest.FixtureRequest,
+    model_folder: Callable[[Run], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Result]:
+    """The record of every run that a selected test asks for, so that ``-k`` starts no server in vain."""
+    specs = (getattr(item, "callspec", None) for item in request.session.items)
+    asked = {spec.params.get("run") for spec in specs if spec is not None}
+    runs = [run for run in RUNS if run in asked]
+    folders = {r.name: (model_folder(r.run), tmp_path_factory.mktemp("engine")) for r in runs}
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        found = pool.map(lambda r: (r.name, _serve(r, *folders[r.name])), runs)
         return dict(found)
 
 
