@@ -25,7 +25,10 @@ def e4m3_to_f32(b_byte):
 
 @triton.jit
 def e4m3_to_bf16(b_byte):
-    """The same as bf16, four bytes at a time in packed instructions (PTX, SM80 and later; not for the interpreter)."""
+    """The same as bf16, four bytes at a time in packed instructions (PTX, SM80 and later; not for the interpreter).
+
+    Called impure on purpose: of a pure function the compiler takes the change of layout first, and moves single bytes.
+    """
     return tl.inline_asm_elementwise(
         """
         {
@@ -47,7 +50,7 @@ def e4m3_to_bf16(b_byte):
         "=r,=r,r",
         [b_byte],
         dtype=tl.bfloat16,
-        is_pure=True,
+        is_pure=False,
         pack=4,
     )
 

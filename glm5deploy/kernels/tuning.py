@@ -87,7 +87,7 @@ SPARSE_TABLE: tuple[SparseRow, ...] = (
     SparseRow(_ALL, False, _ANY, 32, SparseConfig(16, 64, 4, 2, 2)),
     SparseRow(_LARGE, False, _ANY, _ANY, SparseConfig(32, 64, 4, 2, 2), 256),
     SparseRow(("small",), False, _ANY, _ANY, SparseConfig(32, 32, 4, 2, 1)),
-    SparseRow(_ALL, True, 16, 2, SparseConfig(16, 64, 8, 2, 1)),
+    SparseRow(_ALL, True, 16, 2, SparseConfig(16, 32, 4, 3, 1)),
     SparseRow(_ALL, True, 16, _ANY, SparseConfig(16, 32, 4, 2, 2)),
     SparseRow(("sm90",), True, _ANY, _ANY, SparseConfig(64, 32, 8, 2, 1), 640),
     SparseRow(_ALL, True, _ANY, _ANY, SparseConfig(16, 32, 4, 2, 2)),

@@ -125,16 +125,13 @@ def _warm_indexer(serving: Serving, device: torch.device) -> None:
 
 
 def _warm_topk(serving: Serving, device: torch.device) -> None:
-    # One block, two blocks, and more than two rounds cover every variant of the kernel.
-    for length in (16, BLOCK_COLUMNS + 16, BLOCK_COLUMNS + 17):
-        if length > max(16, serving.max_length + BLOCK_COLUMNS):
-            continue
+    # One block and more than one; each with rows that start at multiples of 16 bytes and not.
+    lengths = [16, 17]
+    lengths += [BLOCK_COLUMNS + 16, BLOCK_COLUMNS + 17] if serving.max_length > BLOCK_COLUMNS else []
+    for length in lengths:
         logits = torch.zeros((1, length), device=device)
-        lengths = torch.full((1,), length, dtype=torch.int32, device=device)
+        sizes = torch.full((1,), length, dtype=torch.int32, device=device)
         out = torch.empty((1, serving.topk), dtype=torch.int32, device=device)
-        workspace = torch.empty(
-            max(1, topk_workspace_elements(1, length, serving.topk)), dtype=torch.int32, device=device
-        )
-        select_topk(logits, lengths, serving.topk, length, out, workspace)
-    short = torch.zeros((1, 17), device=device)
-    select_topk(short, torch.ones(1, dtype=torch.int32, device=device), serving.topk, 17, out)
+        elements = max(1, topk_workspace_elements(1, length, serving.topk))
+        workspace = torch.empty(elements, dtype=torch.int32, device=device)
+        select_topk(logits, sizes, serving.topk, length, out, workspace)
