@@ -16,7 +16,7 @@ from glm5deploy.quants.formats import FORMATS
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99}
 CASES = ("linear:Q4_K:1", "gate_up:Q5_K,Q4_K:64", "down:Q6_K:2048")
 # One type of each way to store codes and scales; the first GPU with everything the kernels use compiles them all.
-TYPES = ("Q4_0", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K", "IQ4_XS", "MXFP4", "IQ3_S", "IQ2_S", "BF16")
+TYPES = ("Q4_0", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K", "IQ4_XS", "MXFP4", "IQ3_S", "IQ2_S", "IQ2_XXS", "BF16")
 SPILL_BYTES = 64  # of stack a thread, for tiles of 64 tokens; small tiles must not spill
 
 
