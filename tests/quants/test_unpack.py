@@ -8,7 +8,8 @@ import torch
 from glm5deploy.quants.formats import FORMATS, Scales
 from glm5deploy.quants.planes import fields_of_planes, repack
 from glm5deploy.quants.products import kernel_format
-from glm5deploy.quants.unpack import _bias, _place, pair_text, scale_text
+from glm5deploy.quants.scales import _bias, _place, scale_text
+from glm5deploy.quants.unpack import pair_text
 from tests.quants.blocks import QUANTISED, any_bits
 from tests.quants.ptx import WORD, bf16_pair, from_float, run, to_float
 
