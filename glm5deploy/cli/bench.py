@@ -134,7 +134,7 @@ def _figure(value: float | None, scale: float = 1) -> str | None:
 
 
 def _write(path: Path, text: str) -> None:
-    from glm5deploy.pipeline.files import write_atomically
+    from glm5deploy.files import write_atomically
 
     try:
         write_atomically(path, text.encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from glm5deploy.pipeline.files import read_json, write_json
+from glm5deploy.files import read_json, write_json
 
 REMEMBERED = frozenset(
     {

@@ -7,11 +7,11 @@ a finished folder, whatever interrupted an earlier attempt.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from glm5deploy.files import sync_folder, write_atomically
 from glm5deploy.glm_dsa.chat_template import read_chat_template
 from glm5deploy.glm_dsa.hf_config import Json, build_config, build_generation_config
 from glm5deploy.glm_dsa.hparams import Hparams, read_hparams
@@ -87,26 +87,9 @@ def write_model_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         (folder / TEMPLATE).unlink(missing_ok=True)
     for name in sorted(files, key=lambda name: (name == POINTER, name)):
         if name == POINTER:
-            _sync(folder)
-        _write(folder / name, files[name])
-    _sync(folder)
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync_folder(folder)
+        write_atomically(folder / name, files[name], sync_name=False)
+    sync_folder(folder)
 
 
 def _json(value: Json) -> bytes:

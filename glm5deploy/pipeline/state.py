@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from glm5deploy.pipeline.files import read_json, sync_folder, write_json
+from glm5deploy.files import read_json, sync_folder, write_json
 from glm5deploy.pipeline.stage import Json
 
 FORMAT = 1

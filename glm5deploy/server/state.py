@@ -6,12 +6,13 @@ A process id alone proves nothing, since ids are used again: a process counts as
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import psutil
+
+from glm5deploy.files import write_json
 
 _LARGEST = 64 << 10
 
@@ -64,10 +65,7 @@ def _is(pid: int, started: float) -> bool:
 
 def write_state(path: Path, state: ServerState) -> None:
     """Replace the file at once, so that a reader never sees half of it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(json.dumps(asdict(state)), encoding="utf-8")
-    temporary.replace(path)
+    write_json(path, asdict(state))
 
 
 def read_state(path: Path) -> ServerState | None:

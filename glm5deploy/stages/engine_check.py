@@ -11,7 +11,7 @@ from pathlib import Path
 
 from glm5deploy.checks import Check
 from glm5deploy.errors import DeployError, UsageError
-from glm5deploy.pipeline.files import read_json, write_json
+from glm5deploy.files import read_json, write_json
 from glm5deploy.server.command import ServeCommand
 from glm5deploy.server.flags import LOAD_FORMAT
 from glm5deploy.server.settings import ServeSettings

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from glm5deploy.config import Config, ModelConfig
 from glm5deploy.errors import DeployError, UsageError
-from glm5deploy.pipeline.files import changed_file, file_facts
+from glm5deploy.files import changed_file, file_facts
 from glm5deploy.pipeline.stage import Context, Json
 from glm5deploy.progress import ProgressSink
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from glm5deploy.errors import FileFormatError
+from glm5deploy.files import changed_file, file_facts
 from glm5deploy.gguf_files.copy import merge
 from glm5deploy.gguf_files.merge_job import journal_path
 from glm5deploy.gguf_files.merge_options import MergeOptions, Mode
@@ -15,7 +16,6 @@ from glm5deploy.gguf_files.merge_plan import plan_merge
 from glm5deploy.gguf_files.shard_checks import COUNT_KEY, TENSORS_KEY
 from glm5deploy.gguf_files.shards import ShardSet, parse_shard_name
 from glm5deploy.gguf_files.space import free_bytes
-from glm5deploy.pipeline.files import changed_file, file_facts
 from glm5deploy.pipeline.stage import Context, Json
 from glm5deploy.stages.released import announce_release, released_into
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from glm5deploy import __version__
 from glm5deploy.errors import FileFormatError
-from glm5deploy.pipeline.files import changed_file, file_facts
+from glm5deploy.files import changed_file, file_facts
 from glm5deploy.pipeline.stage import Context, Json
 from glm5deploy.stages.engine_probe import probe_engine
 from glm5deploy.stages.install import installed_versions

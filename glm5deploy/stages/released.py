@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from glm5deploy.pipeline.files import read_json, write_json
+from glm5deploy.files import read_json, write_json
 from glm5deploy.pipeline.stage import Context
 
 _NAME = "merge-released.json"

@@ -12,9 +12,9 @@ import pytest
 
 from glm5deploy.config import load_config
 from glm5deploy.errors import DeployError, FileFormatError, UsageError
+from glm5deploy.files import file_facts
 from glm5deploy.gguf_files.shards import ShardSet
 from glm5deploy.pipeline.events import Event, Events
-from glm5deploy.pipeline.files import file_facts
 from glm5deploy.pipeline.runner import Pipeline
 from glm5deploy.pipeline.stage import Context, Json
 from glm5deploy.pipeline.status import BlockedBy, Stale, UpToDate

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from glm5deploy.errors import DeployError
-from glm5deploy.pipeline.files import changed_file, file_facts, write_atomically
+from glm5deploy.files import changed_file, file_facts, write_atomically
 from glm5deploy.pipeline.stage import Context, Json
 
 

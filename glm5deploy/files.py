@@ -11,8 +11,11 @@ from pathlib import Path
 MAX_JSON_BYTES = 64 << 20
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write to a temporary name in the same folder, fsync, rename, fsync the folder."""
+def write_atomically(path: Path, data: bytes, *, sync_name: bool = True) -> None:
+    """Write to a temporary name in the same folder, fsync, rename, fsync the folder.
+
+    Without ``sync_name`` a power cut may bring back the old content, whole; cheaper for what is written often.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     temporary = Path(name)
@@ -25,7 +28,8 @@ def write_atomically(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if sync_name:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
@@ -37,8 +41,9 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_json(path: Path, value: Mapping[str, object]) -> None:
-    write_atomically(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
+def write_json(path: Path, value: Mapping[str, object], *, sync_name: bool = True) -> None:
+    """:func:`write_atomically` of a JSON object."""
+    write_atomically(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode(), sync_name=sync_name)
 
 
 def read_json(path: Path) -> dict[str, object] | None:
