@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import signal
@@ -55,6 +56,14 @@ def boundary(command: Callable[..., None]) -> Callable[..., None]:
             if os.environ.get("GLM5DEPLOY_DEBUG"):
                 raise
             raise typer.Exit(error.exit_code) from None
+        except OSError as error:
+            # A disk that fills up or a folder that may not be written is no defect, wherever it is noticed.
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if error.filename is None and not full:
+                raise
+            hint = "free some space and run it again" if full else "check the path and its rights"
+            current_output().error(f"{error.filename or 'writing'}: {error.strerror}", hint, DeployError.exit_code)
+            raise typer.Exit(DeployError.exit_code) from error
         except KeyboardInterrupt:
             current_output().error("interrupted", "run the same command again to go on where it stopped", 130)
             raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -5,6 +5,7 @@ vLLM missing or of another version is in test_patch.py and test_serve.py, an occ
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 import struct
@@ -20,6 +21,7 @@ from tests.support.cli import glm5deploy
 from tests.support.data import SET_A, tiny_glm5
 from tests.support.folders import write_folder_of
 from tests.support.mounts import mounted
+from tests.support.serving import free_port
 
 A = SET_A / "GLM-tiny-A-GGUF" / "UD-Q4_K_XL"
 SHARD = "GLM-tiny-A-UD-Q4_K_XL-0000{}-of-00004.gguf"
@@ -138,14 +140,19 @@ def test_a_schedule_that_the_file_does_not_say(tmp_path: Path) -> None:
 )
 def test_ranks_that_cannot_share_the_model(tmp_path: Path, flags: tuple[str, ...], words: tuple[str, ...]) -> None:
     """Refused from the headers alone, before anything is started."""
-    write_folder_of(A, tmp_path / "model")
-    state = State(tmp_path, pytest.fail)
-    facts = {"folder": str(tmp_path / "model"), "index_topk": 64}
+    prepared(tmp_path)
+    done = glm5deploy("serve", *flags, "--dry-run", "--workdir", tmp_path)
+    one_line_with_a_next_step(done, 2, *words)
+
+
+def prepared(workdir: Path) -> None:
+    """A work folder in which every stage before serve is recorded as done, over set A's shards where they are."""
+    write_folder_of(A, workdir / "model")
+    state = State(workdir, pytest.fail)
+    facts = {"folder": str(workdir / "model"), "index_topk": 64}
     install = {"attention": "triton", "backend": "GLM5_TRITON_SPARSE", "device": {"type": "cpu"}, "versions": {}}
     for stage, outputs in (("fetch", {"files": []}), ("merge", {"files": []}), ("patch", facts), ("install", install)):
         state.write(stage, Record({}, outputs, "2026-01-01T00:00:00+00:00", 0.0, "0"))
-    done = glm5deploy("serve", *flags, "--dry-run", "--workdir", tmp_path)
-    one_line_with_a_next_step(done, 2, *words)
 
 
 def test_a_full_disk_keeps_what_is_there(hub: LocalHub, tmp_path: Path) -> None:
@@ -165,3 +172,20 @@ def test_a_full_disk_keeps_what_is_there(hub: LocalHub, tmp_path: Path) -> None:
         one_line_with_a_next_step(glm5deploy("merge", "--mode", "always", "--workdir", folder / "work"), 1, "free")
         sound = glm5deploy("verify", "--workdir", folder / "work")
         assert sound.returncode == 0, sound.stdout
+
+
+def fill(path: Path) -> None:
+    """Write until the file system is full."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.mark.slow
+def test_a_full_disk_when_serving(tmp_path: Path) -> None:
+    """The log or a record cannot be written: one line, and no server is left."""
+    with mounted("ext4", tmp_path, 36) as folder:
+        workdir = folder / "work"
+        prepared(workdir)
+        fill(folder / "filler")
+        one_line_with_a_next_step(glm5deploy("serve", "--port", str(free_port()), "--workdir", workdir), 1)
