@@ -182,7 +182,11 @@ def _numerics() -> dict[str, Any]:
 def _tuning() -> str:
     kind = device()["type"]
     if kind != "cpu":
-        raise DeployError(f"there are no launch parameters to tune on {kind}", hint="Install without --tune.")
+        raise DeployError(
+            f"install does not measure launch parameters on {kind} by itself yet",
+            hint="python -m glm5deploy.kernels.tune --heads HEADS --out FILE, then serve with "
+            "GLM5DEPLOY_KERNEL_TABLE=FILE; or install without --tune",
+        )
     return "a CPU runs no kernels with launch parameters"
 
 
