@@ -27,7 +27,7 @@ def test_starting_imports_nothing_heavy() -> None:
 
 
 def test_help_takes_less_than_a_third_of_a_second_of_cpu(tmp_path: Path) -> None:
-    """CPU time, once in twenty tries: on a shared machine wall time says nothing, and a busy sibling core slows this."""
+    """CPU time, once in twenty tries: on a shared machine wall time says nothing, and a busy sibling core slows it."""
 
     def seconds() -> float:
         before = os.times()
