@@ -31,10 +31,15 @@ def read_chat_template(metadata: Metadata) -> str | None:
 
 def compile_template(template: str) -> None:
     """Raise :class:`FileFormatError` with the line when ``template`` is not valid Jinja."""
-    from jinja2 import TemplateSyntaxError
+    from jinja2 import TemplateSyntaxError, pass_context
 
+    environment = template_environment()
+    # Compiling must not run any of it: Jinja evaluates constant expressions, such as 9**9**9, unless it is told not to
+    # optimise and what is printed depends on the context.
+    environment.optimized = False
+    environment.finalize = pass_context(lambda _, value: value)
     try:
-        template_environment().from_string(template)
+        environment.from_string(template)
     except TemplateSyntaxError as error:
         raise FileFormatError(
             f"{KEY} does not compile, line {error.lineno}: {error.message}",

@@ -135,3 +135,20 @@ def test_no_template_is_none():
 
 def test_compiling_does_not_run_the_template():
     assert template("{{ 1 / 0 }}{{ raise_exception('x') }}") is not None
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["9**(9**9)", "'a' * 800000000", "'a'|center(800000000)", "('a' * 800000000)|length", "['a'] * 99999999"],
+)
+@pytest.mark.parametrize("form", ["{{ %s }}", "{%% set x = %s %%}", "{%% if %s %%}x{%% endif %%}", "{{ f(%s) }}"])
+def test_compiling_a_template_evaluates_nothing(form: str, expression: str) -> None:
+    import resource
+
+    from glm5deploy.glm_dsa.chat_template import compile_template
+
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    compile_template(form % expression)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_utime - before.ru_utime < 1.0
+    assert after.ru_maxrss - before.ru_maxrss < 64 << 10  # KiB
