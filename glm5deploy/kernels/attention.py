@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from glm5deploy.kernels.latent_cache import byte_view, token_stride
+from glm5deploy.kernels.latent_cache import ROPE_DTYPE, byte_view, token_stride
 from glm5deploy.kernels.layout import LATENT_DIM, PACKED_ROW_BYTES, QK_DIM, ROPE_DIM, require
 from glm5deploy.kernels.sparse_mla import combine_splits_kernel, sparse_mla_fwd_kernel
 from glm5deploy.kernels.tuning import Gpu, SparseConfig, gpu, sparse_config, sparse_rows
@@ -32,8 +32,8 @@ def sparse_mla_fwd(
 
     Args:
         q: [T, H, 576], or the pair [T, H, 512] and [T, H, 64]; bf16 or fp16, unit stride in the last dimension.
-        rows: the latent cache as rows [N, 576] of q's type, or packed uint8 [N, 656] (`fp8_ds_mla`); contiguous rows.
-            Rows that no slot names may hold anything.
+        rows: the latent cache as rows [N, 576] of q's type, or packed uint8 [N, 656] (`fp8_ds_mla`, its RoPE
+            part bf16 whatever q's type is); contiguous rows. Rows that no slot names may hold anything.
         slots: int32 [T, K], physical rows, -1 for none.
         counts: int32 [T]; entries of slots[t] from counts[t] on are not looked at. None: all K are.
         scale: factor on the scores.
@@ -67,7 +67,7 @@ def sparse_mla_fwd(
         workspace = nope.new_empty(size * _PARTIAL, dtype=torch.float32) if workspace is None else workspace
         require(workspace.numel() >= size * _PARTIAL, f"workspace must hold {size * _PARTIAL} fp32")
         part, part_lse = workspace[: size * LATENT_DIM], workspace[size * LATENT_DIM : size * _PARTIAL]
-    scales, ropes = (byte_view(rows, torch.float32), byte_view(rows, _rope_type(nope))) if packed else (rows, rows)
+    scales, ropes = (byte_view(rows, torch.float32), byte_view(rows, ROPE_DTYPE)) if packed else (rows, rows)
     sparse_mla_fwd_kernel[(triton.cdiv(heads, config.block_heads), tokens, splits)](
         nope,
         rope,
@@ -118,10 +118,6 @@ def _check(nope: torch.Tensor, rope: torch.Tensor, rows: torch.Tensor, slots: to
     require(rows.shape[1] == width and rows.stride() == (width, 1), f"rows must be contiguous [N, {width}]")
     require(packed or rows.dtype == nope.dtype, "rows must have q's type, or be packed uint8")
     require(slots.dtype == torch.int32 and slots.stride(1) == 1, "slots must be int32 with unit column stride")
-
-
-def _rope_type(nope: torch.Tensor) -> torch.dtype:
-    return nope.dtype if nope.element_size() == 2 else torch.bfloat16
 
 
 def combine_splits(splits: int) -> int:

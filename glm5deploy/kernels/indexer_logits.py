@@ -53,6 +53,8 @@ def ragged_logits_kernel(
     m_q = m_q & (b_end > b_start)
     begin = tl.min(tl.where(m_q, b_start, 2147483647), axis=0)
     end = tl.max(tl.where(m_q, b_end, 0), axis=0)
+    # Where no query of the block has keys, begin is still int32's maximum, and adding to it would wrap around.
+    begin = tl.minimum(begin, end)
 
     b_q = tl.load(q + o_row[:, None] * 128 + o_d[None, :], mask=m_row[:, None], other=0.0)
     b_qt = tl.trans(b_q)  # [128, BQ * J]

@@ -10,6 +10,9 @@ import triton.language as tl
 from glm5deploy.kernels.fp8 import f32_to_e4m3, power_of_two_scale
 from glm5deploy.kernels.layout import LATENT_DIM, PACKED_ROW_BYTES, QK_DIM, ROPE_DIM, require
 
+ROPE_DTYPE = torch.bfloat16
+"""Of the RoPE part of packed rows, whatever type the model computes in."""
+
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def store_latent_kernel(
@@ -18,7 +21,7 @@ def store_latent_kernel(
     slots,  # int [T], block * block_size + offset; negative ones are skipped
     cache,  # plain: the cache's type; packed: uint8
     cache_scales,  # packed cache seen as fp32
-    cache_ropes,  # packed cache seen as 16-bit floats
+    cache_ropes,  # packed cache seen as bf16
     stride_latent,
     stride_rope,
     stride_block,  # elements (plain) or bytes (packed) between two blocks
@@ -55,7 +58,6 @@ def store_latent(
     rope: torch.Tensor,
     slots: torch.Tensor,
     cache: torch.Tensor,
-    rope_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Write latent [T, 512] and rope [T, 64] at slots [T] of a paged cache, in place.
 
@@ -70,7 +72,7 @@ def store_latent(
     require(latent.stride(1) == rope.stride(1) == 1, "latent and rope must have unit column stride")
     if tokens == 0:
         return
-    scales, ropes = (byte_view(cache, torch.float32), byte_view(cache, rope_dtype)) if packed else (cache, cache)
+    scales, ropes = (byte_view(cache, torch.float32), byte_view(cache, ROPE_DTYPE)) if packed else (cache, cache)
     store_latent_kernel[(tokens,)](
         latent,
         rope,

@@ -33,7 +33,7 @@ def load_latent(rows, b_row, m_row, I_C: tl.constexpr, KV_FP8: tl.constexpr, DTY
 
 @triton.jit
 def load_rope(rows, ropes, b_row, m_row, KV_FP8: tl.constexpr, DTYPE: tl.constexpr):
-    """The 64 RoPE dimensions of the rows b_row, [BK, 64]; packed rows are seen as 16-bit floats by `ropes`."""
+    """The 64 RoPE dimensions of the rows b_row, [BK, 64]; packed rows are seen as bf16 by `ropes`."""
     o_r = tl.arange(0, 64)
     if KV_FP8:
         p_rope = ropes + b_row[:, None] * 328 + 264 + o_r[None, :]
@@ -50,7 +50,7 @@ def sparse_mla_fwd_kernel(
     q_rope,  # [T, H, 64]
     rows,  # [N, 576], or packed uint8 [N, 656]
     scales,  # packed rows as fp32 [N, 164]
-    ropes,  # packed rows as 16-bit floats [N, 328]
+    ropes,  # packed rows as bf16 [N, 328]
     slots,  # int32 [T, K], -1 for none
     counts,  # int32 [T]: only the first counts[t] entries of slots[t] are looked at
     out,  # [T, H, 512], or fp32 [T, H, splits, 512] when SPLIT

@@ -129,6 +129,11 @@ def gpu(device: torch.device) -> Gpu:
     return Gpu(arch, properties.multi_processor_count, family_of(arch, shared))
 
 
+def index_value_dtype(of: Gpu) -> torch.dtype:
+    """What holds the indexer's e4m3 values: 16 bits, which represent them exactly, where no product takes e4m3."""
+    return torch.float8_e4m3fn if of.arch >= FIRST_FP8_ARCH else torch.bfloat16
+
+
 @functools.cache
 def sparse_config(of: Gpu, packed: bool, heads: int, tokens: int) -> SparseConfig:
     """The first row that serves the launch, measured ones (`load_table`) before the built-in table."""

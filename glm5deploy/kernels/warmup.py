@@ -21,7 +21,7 @@ from glm5deploy.kernels.layout import INDEX_DIM, INDEX_KEY_BYTES, INDEX_ROPE_DIM
 from glm5deploy.kernels.slots import slots_from_positions
 from glm5deploy.kernels.sparse_mla import combine_splits_kernel
 from glm5deploy.kernels.topk import BLOCK_COLUMNS, select_topk, topk_workspace_elements
-from glm5deploy.kernels.tuning import FIRST_FP8_ARCH, gpu, sparse_rows
+from glm5deploy.kernels.tuning import gpu, index_value_dtype, sparse_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,7 @@ def _warm_combine(serving: Serving, device: torch.device) -> None:
 
 def _warm_indexer(serving: Serving, device: torch.device) -> None:
     heads = serving.index_heads
-    fp8 = gpu(device).arch >= FIRST_FP8_ARCH and device.type == "cuda"
-    value_type = torch.float8_e4m3fn if fp8 else serving.dtype
+    value_type = index_value_dtype(gpu(device))
     cache = torch.zeros((1, serving.block_size, INDEX_KEY_BYTES), dtype=torch.uint8, device=device)
     table = torch.zeros((1, 1), dtype=torch.int32, device=device)
     cos_sin = torch.zeros((1, INDEX_ROPE_DIM), dtype=serving.dtype, device=device)
@@ -117,7 +116,15 @@ def _warm_indexer(serving: Serving, device: torch.device) -> None:
     cumulative = torch.tensor([0, 1], dtype=torch.int32, device=device)
     gather_index_keys(cache, table, cumulative, keys, scales)
     logits = torch.zeros((1, 16), device=device)
-    ragged_logits(values, keys, scales if fp8 else None, weights, torch.zeros_like(ends), ends, logits)
+    ragged_logits(
+        values,
+        keys,
+        scales if value_type == torch.float8_e4m3fn else None,
+        weights,
+        torch.zeros_like(ends),
+        ends,
+        logits,
+    )
     for next_n in sorted({triton.next_power_of_2(n) for n in range(1, serving.max_next_n + 1)}):
         many = values.expand(next_n, heads, INDEX_DIM).contiguous()
         rows = torch.zeros((next_n, 16), device=device)

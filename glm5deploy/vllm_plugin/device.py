@@ -20,7 +20,7 @@ from glm5deploy.kernels.latent_cache import store_latent
 from glm5deploy.kernels.layout import INDEX_DIM
 from glm5deploy.kernels.slots import slots_from_positions
 from glm5deploy.kernels.topk import BLOCK_COLUMNS, select_topk, topk_workspace_elements
-from glm5deploy.kernels.tuning import FIRST_FP8_ARCH, gpu
+from glm5deploy.kernels.tuning import gpu, index_value_dtype
 from glm5deploy.kernels.warmup import Serving, warm_up
 from glm5deploy.vllm_plugin.score_plan import SCORES, rows_at_once
 
@@ -48,8 +48,7 @@ class Scratch:
         self.serving = serving
         self.warm = False
         self.resolved: tuple[SparseMetadata, int] | None = None
-        # Without e4m3 in the matrix unit the same values are held in 16 bits, which represent them exactly.
-        values = torch.float8_e4m3fn if gpu(device).arch >= FIRST_FP8_ARCH else torch.bfloat16
+        values = index_value_dtype(gpu(device))
         tokens, context, topk = serving.max_tokens, serving.max_length, serving.topk
 
         def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -101,6 +101,19 @@ def test_ragged_logits_score_each_query_over_its_own_keys(tokens: int, fp8: bool
         assert (logits[t, length:] == 7.0).all()
 
 
+@pytest.mark.parametrize("block", [0, 1])
+def test_a_block_of_queries_without_keys_touches_nothing(block: int) -> None:
+    """One of two blocks of queries is empty, and several programs share the keys of each."""
+    q, k, weights, scales = e4m3(4, 4), e4m3(80), torch.randn(4, 4), torch.rand(80)
+    ends = torch.full((4,), 80, dtype=torch.int32)
+    ends[2 * block : 2 * block + 2] = 0
+    logits = torch.full((4, 80), 7.0)
+    indexer.ragged_logits(q, k, scales, weights, torch.zeros_like(ends), ends, logits, CONFIG)
+    expected = reference.indexer_logits(q, k.float() * scales[:, None], weights)
+    expected[ends == 0] = 7.0
+    assert_close(logits, expected, limit=1e-3)
+
+
 @pytest.mark.parametrize("fp8", [True, False], ids=["e4m3", "16 bit"])
 @pytest.mark.parametrize("next_n", [1, 2, 3])
 def test_paged_logits_score_each_row_over_its_own_length(next_n: int, fp8: bool) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from glm5deploy.kernels import reference
 from glm5deploy.kernels.attention import sparse_mla_fwd, split_workspace_elements
+from glm5deploy.kernels.latent_cache import store_latent
 from glm5deploy.kernels.tuning import SparseConfig
 from tests.kernels.cases import Sparse, sparse_case
 from tests.support.compare import assert_close
@@ -98,13 +99,24 @@ def test_packed_rows_are_read_as_they_unpack(splits: int) -> None:
     case = sparse_case(tokens=2, heads=8, keys=40)
     packed = reference.pack_fp8_ds_mla(case.rows)
     expected_rows = reference.unpack_fp8_ds_mla(packed)
-    # The interpreter has no bf16 products: the tests keep the RoPE part in q's own 16-bit type.
-    packed[:, 528:] = case.rows[:, 512:].contiguous().view(torch.uint8)
-    expected_rows[:, 512:] = case.rows[:, 512:].float()
     out, lse = sparse_mla_fwd(case.q, packed, case.slots, None, SCALE, config=SMALL, splits=splits)
     expected, expected_lse = reference.sparse_mla(case.q, expected_rows, case.slots, SCALE)
     assert_close(out, expected)
     assert_close(lse, expected_lse, limit=2e-3)
+
+
+def test_packed_rows_as_an_fp16_model_writes_them() -> None:
+    """The cache keeps the RoPE part in bf16 whatever the model's type is: writer and reader must agree on it."""
+    latent, rope = torch.randn(8, 512).half(), torch.randn(8, 64).half()
+    cache = torch.zeros(1, 64, 656, dtype=torch.uint8)
+    store_latent(latent, rope, torch.arange(8), cache)
+    q, slots = torch.randn(2, 4, 576).half() * 2, torch.arange(8, dtype=torch.int32).repeat(2, 1)
+    out, lse = sparse_mla_fwd(q, cache[0], slots, None, SCALE, config=SMALL, splits=1)
+    expected, expected_lse = reference.sparse_mla(q, reference.unpack_fp8_ds_mla(cache[0]), slots, SCALE)
+    assert_close(out, expected)
+    assert_close(lse, expected_lse, limit=2e-3)
+    # And both mean the values that were stored: what is left is the rounding of the packed layout.
+    assert_close(out, reference.sparse_mla(q, torch.cat((latent, rope), 1), slots, SCALE)[0], limit=0.05)
 
 
 def test_very_large_and_very_small_scores_stay_finite() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from glm5deploy.kernels import tuning
+from glm5deploy.kernels import tuning, warmup
 from glm5deploy.kernels.attention import split_workspace_elements
 from glm5deploy.kernels.tuning import Gpu, SparseConfig, SparseRow
 
@@ -90,3 +90,22 @@ def test_a_broken_table_is_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match="delete it or measure again"):
         tuning.load_table(path, Gpu(90, 1, "sm90"))
+
+
+@pytest.mark.parametrize(("arch", "values"), [(80, torch.bfloat16), (86, torch.bfloat16), (89, torch.float8_e4m3fn)])
+def test_warm_up_uses_the_index_values_that_serving_uses(
+    arch: int, values: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the model's type is; a kernel warmed for another type would compile again under load."""
+    used: set[torch.dtype] = set()
+
+    def note(*tensors: torch.Tensor) -> None:
+        used.update((tensors[0].dtype, tensors[1].dtype) if tensors[1].dtype != torch.uint8 else (tensors[0].dtype,))
+
+    # The logits are watched in place of run: the interpreter has no bf16 products.
+    monkeypatch.setattr(warmup, "gpu", lambda device: Gpu(arch, 4, "small"))
+    monkeypatch.setattr(warmup, "ragged_logits", note)
+    monkeypatch.setattr(warmup, "paged_logits", note)
+    serving = warmup.Serving(2, 4, 16, 8, 32, 16, packed=True, dtype=torch.float16)
+    warmup._warm_indexer(serving, torch.device("cpu"))
+    assert used == {values} == {tuning.index_value_dtype(Gpu(arch, 4, "small"))}
