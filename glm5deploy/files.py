@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 MAX_JSON_BYTES = 64 << 20
+TEMPORARY = ".tmp"
+"""End of the names of files that are being written; one that a killed process left means nothing."""
 
 
 def write_atomically(path: Path, data: bytes, *, sync_name: bool = True) -> None:
@@ -17,10 +19,9 @@ def write_atomically(path: Path, data: bytes, *, sync_name: bool = True) -> None
     Without ``sync_name`` a power cut may bring back the old content, whole; cheaper for what is written often.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}{TEMPORARY}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("wb") as file:  # with the rights that the umask gives, as any other file
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -58,7 +59,10 @@ def read_json(path: Path) -> dict[str, object] | None:
         return None
     if len(data) > MAX_JSON_BYTES:
         raise ValueError(f"larger than {MAX_JSON_BYTES} bytes")
-    value = json.loads(data)
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
@@ -72,6 +76,8 @@ def file_facts(path: Path) -> dict[str, object]:
 
 def changed_file(facts: Mapping[str, object]) -> str | None:
     """Why a file is no longer as :func:`file_facts` recorded it, or ``None`` when it is."""
+    if not {"path", "size", "mtime_ns"} <= set(facts):
+        return "its record does not name the file"
     path = Path(str(facts["path"]))
     try:
         now = file_facts(path)

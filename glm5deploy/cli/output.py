@@ -39,7 +39,7 @@ class Output:
         if self.json_mode:
             print(json.dumps(value, ensure_ascii=False, default=str), flush=True)
         elif text is not None:
-            print(text, flush=True)
+            print(printable(text), flush=True)
         else:
             self._show(value)
 
@@ -68,7 +68,7 @@ class Output:
         """
         stream = sys.stderr if thinking else sys.stdout
         if stream.isatty():
-            text = "".join(c for c in text if c in "\n\t" or c.isprintable())
+            text = printable(text)
             text = f"\x1b[2m{text}\x1b[0m" if thinking and text and "NO_COLOR" not in os.environ else text
         print(text, end="", file=stream, flush=True)
 
@@ -135,6 +135,7 @@ class Output:
         )
 
     def _say(self, message: str, style: str | None) -> None:
+        message = printable(message)
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.text import Text
@@ -157,15 +158,20 @@ class Output:
         console = Console(width=None if sys.stdout.isatty() else 120)
         for item in lines(value):
             if isinstance(item, str):
-                console.print(Text(item), soft_wrap=True)
+                console.print(Text(printable(item)), soft_wrap=True)
                 continue
             table = Table(box=box.SIMPLE)
             for key, first in item[0].items():
                 number = isinstance(first, (int, float)) and not isinstance(first, bool)
                 table.add_column(key.replace("_", " "), justify="right" if number else "left", overflow="fold")
             for row in item:
-                table.add_row(*(Text(cell(key, entry)) for key, entry in row.items()))
+                table.add_row(*(Text(printable(cell(key, entry))) for key, entry in row.items()))
             console.print(table)
+
+
+def printable(text: str) -> str:
+    """Without control characters: names in files and listings are not trusted to move a terminal's cursor."""
+    return "".join(c for c in text if c in "\n\t" or c.isprintable())
 
 
 class _Meter:

@@ -20,34 +20,44 @@ REMEMBERED = frozenset(
 )
 
 
-def read_remembered(workdir: Path, warn: Callable[[str], None]) -> dict[str, object]:
-    """What earlier commands were told; nothing, with a warning, where the file cannot be read."""
+def read_remembered(workdir: Path, flags: Mapping[str, object], warn: Callable[[str], None]) -> dict[str, object]:
+    """What earlier commands were told, as far as it still holds with the ``flags`` given now.
+
+    A model of another repository or quantisation forgets what described the old one. Nothing, with a warning, where the
+    file cannot be read.
+    """
     path = _path(workdir)
     try:
         kept = read_json(path) or {}
     except (OSError, ValueError) as error:
         warn(f"{path} cannot be read ({error}); flags of earlier commands are not taken into account")
         return {}
-    return {name: value for name, value in kept.items() if name in REMEMBERED}
+    known = {name: value for name, value in kept.items() if name in REMEMBERED}
+    if any(not isinstance(value, str) for value in known.values()):
+        warn(f"{path} is damaged; flags of earlier commands are not taken into account")
+        return {}
+    changed = {name for name, value in _given(flags).items() if name in known and known[name] != value}
+    if "model.repo" in changed:
+        return {}
+    if "model.quant" in changed:
+        return {name: value for name, value in known.items() if name.startswith("model.")}
+    return known
 
 
 def remember(workdir: Path, flags: Mapping[str, object]) -> None:
-    """Keep the flags that were given; a model of another repository or quantisation forgets what described the old."""
-    given = {
-        name: str(value) if isinstance(value, Path) else value
+    """Keep the flags that were given, beside those of before that still hold. The caller holds the folder's lock."""
+    given = _given(flags)
+    if given:
+        kept = read_remembered(workdir, flags, lambda _: None)
+        write_json(_path(workdir), {**kept, **given})
+
+
+def _given(flags: Mapping[str, object]) -> dict[str, object]:
+    return {
+        name: str(value.expanduser().absolute()) if isinstance(value, Path) else value
         for name, value in flags.items()
         if name in REMEMBERED and value is not None
     }
-    if not given:
-        return
-    kept = read_remembered(workdir, lambda _: None)
-    changed = {name for name, value in given.items() if name in kept and kept[name] != value}
-    if "model.repo" in changed:
-        kept = {}
-    elif "model.quant" in changed:
-        kept = {name: value for name, value in kept.items() if name.startswith("model.")}
-    if {**kept, **given} != kept:
-        write_json(_path(workdir), {**kept, **given})
 
 
 def _path(workdir: Path) -> Path:

@@ -15,6 +15,7 @@ from glm5deploy.cli.output import Output
 
 if TYPE_CHECKING:
     from glm5deploy.config import Config
+    from glm5deploy.pipeline.events import Event
     from glm5deploy.pipeline.runner import Pipeline, StageResult
     from glm5deploy.pipeline.stage import Stage
     from glm5deploy.pipeline.status import Status
@@ -39,7 +40,7 @@ class Session:
         beside = workdir / "glm5deploy.toml"
         file = config if config is not None else (beside if beside.is_file() else None)
         output = current_output(json_mode=json_mode)
-        remembered = read_remembered(workdir, output.warning)
+        remembered = read_remembered(workdir, flags or {}, output.warning)
         return cls(output, workdir, load_config(file, os.environ, flags or {}, remembered), flags or {})
 
     def pipeline(self, *replacements: Stage) -> Pipeline:
@@ -47,7 +48,7 @@ class Session:
         from glm5deploy.pipeline.runner import Pipeline
         from glm5deploy.stages import all_stages
 
-        return Pipeline(all_stages(*replacements), self.workdir, self.config, Events(self.output.event))
+        return Pipeline(all_stages(*replacements), self.workdir, self.config, Events(self._remember, self.output.event))
 
     def execute(
         self,
@@ -58,19 +59,23 @@ class Session:
         dry_run: bool = False,
     ) -> list[StageResult]:
         """Run (or, with ``dry_run``, plan) a range of stages and print the result."""
-        from glm5deploy.cli.remembered import remember
-
         pipeline = self.pipeline(*replacements)
         if dry_run:
             plans = pipeline.plans(first, last)
             self.output.result({p.name: {**status_words(p.status), **(p.plan or {})} for p in plans})
             return []
-        remember(self.workdir, self.flags)
         results = pipeline.run(first, last, force=force)
         shown = {r.name: {"ran": r.ran, "seconds": r.seconds, **r.outputs} for r in results}
         text = "\n".join(f"{r.name:<8} {r.outputs.get('summary', 'done')}" for r in results)
         self.output.result(shown, text)
         return results
+
+    def _remember(self, event: Event) -> None:
+        """Keep the flags once a stage succeeded with them: under the lock, and never those of a refused command."""
+        if event.kind in ("finished", "up-to-date"):
+            from glm5deploy.cli.remembered import remember
+
+            remember(self.workdir, self.flags)
 
 
 def status_words(status: Status) -> dict[str, object]:

@@ -120,7 +120,7 @@ def _alternatives(
 
     ways = []
     if not expert_parallel and legal(tp, True):
-        ways.append(f"TP {tp} with expert parallelism (--enable-expert-parallel)")
+        ways.append(f"TP {tp} with expert parallelism (--ep)")
     smaller = [size for size in range(1, tp) if legal(size, expert_parallel)]
     divisors = [size for size in smaller if tp % size == 0 and tp // size <= hparams.num_layers]
     if divisors:

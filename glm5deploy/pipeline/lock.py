@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from glm5deploy.errors import DeployError
+from glm5deploy.files import TEMPORARY
 
 
 @contextmanager
@@ -41,6 +42,8 @@ def work_lock(workdir: Path) -> Iterator[None]:
         owner = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
         os.ftruncate(handle, 0)
         os.pwrite(handle, owner, 0)
+        for left in path.parent.glob(f".*{TEMPORARY}"):  # of a process that was killed while it wrote
+            left.unlink(missing_ok=True)
         yield
     finally:
         os.close(handle)

@@ -8,10 +8,32 @@ from pathlib import Path
 from typing import Protocol
 
 from glm5deploy.config import Config
+from glm5deploy.errors import DeployError
 from glm5deploy.pipeline.events import StageEvents
 
 Json = Mapping[str, object]
 """A JSON object: str, int, float, bool, None, lists and objects of these."""
+
+
+class DamagedRecordError(DeployError):
+    """A record lacks what its stage always writes."""
+
+    def __init__(self, stage: str, key: str) -> None:
+        super().__init__(
+            f"the record of {stage} is damaged: it has no {key!r}",
+            hint=f"glm5deploy reset {stage}, then run it again; files that are there are kept",
+        )
+
+
+class Outputs(dict[str, object]):
+    """The recorded outputs of a stage; a key that is not there is an error for the user, not a defect."""
+
+    def __init__(self, stage: str, values: Json) -> None:
+        super().__init__(values)
+        self.stage = stage
+
+    def __missing__(self, key: str) -> object:
+        raise DamagedRecordError(self.stage, key)
 
 
 class Blocked(Exception):
@@ -35,7 +57,7 @@ class Context:
         """The outputs of an earlier stage; raises :class:`Blocked` when it has none."""
         if stage not in self.outputs:
             raise Blocked(stage)
-        return self.outputs[stage]
+        return Outputs(stage, self.outputs[stage])
 
     @property
     def private(self) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from glm5deploy.files import read_json, sync_folder, write_json
@@ -52,7 +52,7 @@ class State:
             return None
 
     def write(self, stage: str, record: Record) -> None:
-        write_json(self.path(stage), {"format": FORMAT, **asdict(record)})
+        write_json(self.path(stage), {"format": FORMAT, **{f.name: getattr(record, f.name) for f in fields(record)}})
 
     def remove(self, stage: str) -> bool:
         """Forget a success, durably. True when there was one."""

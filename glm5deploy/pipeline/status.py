@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from glm5deploy.pipeline.stage import Blocked, Context, Json, Stage
+from glm5deploy.errors import DeployError
+from glm5deploy.pipeline.stage import Blocked, Context, Json, Outputs, Stage
 from glm5deploy.pipeline.state import Record
 
 
@@ -33,11 +34,16 @@ def stage_status(stage: Stage, context: Context, record: Record | None) -> Statu
         inputs = stage.inputs(context)
     except Blocked as blocked:
         return BlockedBy(blocked.by)
+    except DeployError as error:
+        return Stale((error.message,))
     if record is None:
         return Stale(("has not succeeded yet",))
     reasons = input_changes(record.inputs, inputs)
     if not reasons:
-        reasons = stage.stale_outputs(context, record.outputs)
+        try:
+            reasons = stage.stale_outputs(context, Outputs(stage.name, record.outputs))
+        except DeployError as error:
+            reasons = [error.message]
     return Stale(tuple(reasons)) if reasons else UpToDate(record)
 
 

@@ -100,14 +100,15 @@ def _write_rate(folder: Path) -> float:
 
 def check_hub(endpoint: str) -> Check:
     """Whether the hub answers, and with which identity it is asked."""
-    from glm5deploy.hub.client import Hub
+    from glm5deploy.hub.client import Hub, without_query
 
+    shown = without_query(endpoint)  # it may carry a name and a password
     who = "with a token" if Hub().token else "without a token (public repositories only)"
     try:
         status = httpx.head(endpoint, timeout=10.0, follow_redirects=True).status_code
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         said = str(error) or type(error).__name__
-        return Check("hub", "warn", f"{endpoint}: {said}", "fetch needs the hub; look at proxy, DNS and HF_ENDPOINT")
+        return Check("hub", "warn", f"{shown}: {said}", "fetch needs the hub; look at proxy, DNS and HF_ENDPOINT")
     if status >= 500:
-        return Check("hub", "warn", f"{endpoint} answers {status}", "try again later")
-    return Check("hub", "ok", f"{endpoint} answers, {who}")
+        return Check("hub", "warn", f"{shown} answers {status}", "try again later")
+    return Check("hub", "ok", f"{shown} answers, {who}")

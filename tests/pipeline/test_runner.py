@@ -203,3 +203,29 @@ def test_one_process_at_a_time_and_a_dead_owners_lock_is_free(source: Path) -> N
     holder.kill()
     holder.join()
     assert [r.ran for r in pipeline(stages(source), source).run()] == [True, True, True]
+
+
+@pytest.mark.parametrize("outputs", ["{}", '{"path": "x"}', '{"path": 1, "size": "a"}'])
+def test_a_record_without_what_its_stage_writes_is_stale_and_named(source: Path, outputs: str) -> None:
+    pipeline(stages(source), source).run()
+    record = source.parent / "work" / ".glm5deploy" / "two.json"
+    content = json.loads(record.read_text())
+    record.write_text(json.dumps({**content, "outputs": json.loads(outputs)}))
+    status = pipeline(stages(source), source).statuses()["two"]
+    assert isinstance(status, Stale)
+    pipeline(stages(source), source).run()
+    assert (source.parent / "work" / "three").read_text() == "text+one+two+three"
+
+
+def test_files_get_the_rights_of_the_umask_and_leftovers_go(source: Path) -> None:
+    workdir = source.parent / "work"
+    (workdir / ".glm5deploy").mkdir(parents=True)
+    left = workdir / ".glm5deploy" / ".two.json.1-2.tmp"
+    left.write_text("half")
+    before = os.umask(0o022)
+    try:
+        pipeline(stages(source), source).run()
+    finally:
+        os.umask(before)
+    assert (workdir / "three").stat().st_mode & 0o777 == 0o644
+    assert not left.exists()
