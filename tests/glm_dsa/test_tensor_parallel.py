@@ -37,7 +37,7 @@ def test_expert_parallelism_is_offered_where_it_suffices():
     tensors, hparams = model({"ffn_down_shexp": "Q8_0"})
     with pytest.raises(UsageError, match="ffn_down_exps") as caught:
         require_legal_tensor_parallel(tensors, hparams, 16)
-    assert "TP 16 with expert parallelism (--enable-expert-parallel), or TP 8 with" in caught.value.hint
+    assert "TP 16 with expert parallelism (--ep), or TP 8 with" in caught.value.hint
     require_legal_tensor_parallel(tensors, hparams, 16, expert_parallel=True)
 
 
