@@ -116,7 +116,7 @@ def test_a_cut_inside_a_block_is_refused(tmp_path: Path) -> None:
     tensor = random_tensor(tmp_path / "w", "Q4_K", 512, 2)
     with pytest.raises(FileFormatError, match="columns 0 to 128 cut a block of 256 Q4_K") as e:
         Slab(Source(tensor, "w", 2), empty_planes("Q4_K", 2, 128), (0,), range(2), range(128))
-    assert "(--ep)" in str(e.value.hint)
+    assert "--enable-expert-parallel" in str(e.value.hint)
     with pytest.raises(DeployError, match="512 cannot be dealt out in parts of 200"):
         share(Source(tensor, "w", 2), 512, 200, 0)
 
