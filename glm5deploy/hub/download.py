@@ -31,6 +31,8 @@ from glm5deploy.progress import ProgressSink, ignore_progress
 class Download:
     """One run of fetching a plan. ``later_bytes`` is room that must be left for the stage that follows.
 
+    ``part`` says that the plan is not a whole set, because other shards are no longer wanted as files.
+
     ``note`` gets sentences for the user, ``proved`` each shard that is verified and durable. Both are called from
     worker threads.
     """
@@ -41,6 +43,7 @@ class Download:
     policy: Policy = field(default_factory=Policy)
     adopt: Path | None = None
     later_bytes: int = 0
+    part: bool = False
     progress: ProgressSink = ignore_progress
     note: Notify = lambda _: None
     proved: Callable[[RemoteFile], None] = lambda _: None
@@ -52,8 +55,7 @@ class Download:
         :raises HubError: offline with shards missing, or the hub failed for good.
         :raises FileFormatError: the proved files are not a GGUF set.
         """
-        state_folder(self.destination)
-        with _folder_lock(self.destination):
+        with folder_lock(self.destination):
             meter = Meter(self.plan, self.destination, self.progress)
             settled = settle(self.plan, self.destination, self.adopt, meter, self.note, self.proved)
             if missing := list(settled.missing):
@@ -65,7 +67,8 @@ class Download:
                     )
                 require_room(self.destination, self._missing_bytes(), self.later_bytes)
                 self._transfer(missing, settled.asides)
-        self._check_set()
+        if not self.part:
+            self._check_set()
         return self.plan.paths(self.destination)
 
     def _missing_bytes(self) -> int:
@@ -146,15 +149,17 @@ class Download:
 
 
 @contextmanager
-def _folder_lock(destination: Path) -> Iterator[None]:
-    """Two processes must not append to the same partial file."""
+def folder_lock(destination: Path) -> Iterator[None]:
+    """Two processes must not append to the same partial file, nor one withdraw a record that the other writes."""
+    state_folder(destination)
     handle = os.open(destination / STATE_FOLDER / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DeployError(
-                f"another process is fetching into {destination}", hint="wait for it, or choose another --workdir"
+                f"another process is fetching into or verifying {destination}",
+                hint="wait for it, or choose another --workdir",
             ) from None
         yield
     finally:

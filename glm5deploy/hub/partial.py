@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+from glm5deploy.files import sync_folder
 from glm5deploy.hub.choice import RemoteFile
 from glm5deploy.hub.records import STATE_FOLDER, read_record, write_record
 
@@ -27,15 +28,16 @@ def start_writeback(handle: int, offset: int, length: int) -> None:
 class Partial:
     """``.fetch/<path>.partial``: append-only, so its length is the offset to go on from, also after SIGKILL.
 
-    The sidecar names the content (hash and size), and the storage's ETag that ``If-Range`` sends back. A partial of
-    other content is started over. Bytes that a power cut may have spoilt are read again for the hash before the
-    transfer goes on, so they cannot pass.
+    The sidecar names the content (hash and size), the storage's ETag that ``If-Range`` sends back, and whether the
+    content came whole and ``wrong`` once before. A partial of other content is started over. Bytes that a power cut may
+    have spoilt are read again for the hash before the transfer goes on, so they cannot pass.
     """
 
     def __init__(self, destination: Path, file: RemoteFile) -> None:
         self.path = destination / STATE_FOLDER / f"{file.path}.partial"
         self.aside = self.path.with_name(f"{file.name}.mismatch")
         self.etag: str | None = None
+        self.wrong = False
         self._sidecar = self.path.with_name(f"{self.path.name}.json")
         self._content = {"size": file.size, "hash": file.sha256 or file.git_oid}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,9 +47,10 @@ class Partial:
         self.offset = self._started = os.fstat(self._handle).st_size
         if not known or self.offset > file.size:
             self.restart()
-            write_record(self._sidecar, self._content)
-        elif isinstance(etag := record.get("etag"), str):
-            self.etag = etag
+            self._write_sidecar()
+        else:
+            etag, self.wrong = record.get("etag"), record.get("wrong") is True
+            self.etag = etag if isinstance(etag, str) else None
 
     def append(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
@@ -65,7 +68,7 @@ class Partial:
             etag = None
         if etag != self.etag:
             self.etag = etag
-            write_record(self._sidecar, self._content if etag is None else {**self._content, "etag": etag})
+            self._write_sidecar()
 
     def restart(self) -> None:
         """Drop all bytes: the storage's content is not the one they came from."""
@@ -79,11 +82,13 @@ class Partial:
             self._handle = -1
 
     def complete(self, final: Path) -> None:
-        """Make the bytes durable, then give them their final name."""
+        """Make the bytes durable, then give them their final name, durably before the sidecar goes."""
         os.fsync(self._handle)
         self.close()
         final.parent.mkdir(parents=True, exist_ok=True)
         self.path.replace(final)
+        for folder in (final.parent, final.parent.parent):  # the second may have got the first just now
+            sync_folder(folder)
         self._sidecar.unlink(missing_ok=True)
 
     def set_aside(self) -> None:
@@ -93,4 +98,9 @@ class Partial:
             self.path.replace(self.aside)
         else:
             self.path.unlink()
-        self._sidecar.unlink(missing_ok=True)
+        self.etag, self.wrong = None, True
+        self._write_sidecar()
+
+    def _write_sidecar(self) -> None:
+        etag = {} if self.etag is None else {"etag": self.etag}
+        write_record(self._sidecar, {**self._content, **etag, **({"wrong": True} if self.wrong else {})})

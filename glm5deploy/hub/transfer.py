@@ -38,7 +38,8 @@ class Transfer:
         self._destination, self._file, self._policy, self._stop = destination, file, policy, stop
         self._sources = [source for source in sources if source.offers(file)]
         self._notes: list[str] = []
-        self._faults = self._stalls = self._gained = 0
+        self._hasher = FileHash(file)
+        self._faults = self._stalls = self._gained = self._restarts = 0
 
     def run(self, report: Report) -> Arrived:
         """Bring the file; on a hash mismatch bring it once more from the start.
@@ -47,10 +48,10 @@ class Transfer:
         :raises Stopped: ``stop`` was set; everything that arrived is kept.
         :raises OSError: the destination cannot be written; everything that arrived is kept.
         """
-        final = self._destination / self._file.path
+        final, second = self._destination / self._file.path, False
         while True:
             partial = Partial(self._destination, self._file)
-            second = partial.aside.exists()  # also when the first attempt was in another process
+            second = second or partial.wrong  # the sidecar knows of another process's attempt
             try:
                 hasher = self._receive(partial, report)
                 if hasher.matches():
@@ -63,42 +64,46 @@ class Transfer:
                         f"the hub's listing says {hasher.expected}",
                         hint="try --transport https or another network; a proxy may be altering the bytes",
                     )
+                second = True
                 self._note(f"{self._file.name}: hash mismatch, fetching this shard once more")
             finally:
                 partial.close()
         if partial.aside.exists():
-            spans = describe_spans(differing_spans(partial.aside, final))
-            self._note(f"{self._file.name}: the first copy differed in {spans}")
+            if second:  # else it is of another commit's content
+                spans = describe_spans(differing_spans(partial.aside, final))
+                self._note(f"{self._file.name}: the first copy differed in {spans}")
             partial.aside.unlink()  # our own download, and known to be wrong
         return Arrived(final, tuple(hasher.prefixes), tuple(self._notes))
 
     def _receive(self, partial: Partial, report: Report) -> FileHash:
         """Fill the partial to the file's size; returns the hash of all of it."""
-        file, hasher = self._file, FileHash(self._file)
+        file = self._file
+        hasher = self._hasher = FileHash(file)
         # The running hash cannot be stored, and bytes from before a crash have to be proved anyway.
         hash_into(hasher, partial.path, partial.offset, report=lambda n: report(file, n, "hashing"), stop=self._stop)
         while partial.offset < file.size:
             self._gained, source = 0, self._sources[0]
             try:
                 with source.open(file, partial.offset, partial.etag) as body:
-                    hasher = self._take(body, partial, hasher, report)
+                    self._take(body, partial, report)
                 if not self._gained:
                     raise TransferFault("the storage sent nothing")
                 self._faults = 0
             except TransferFault as fault:
                 self._after(fault, source, partial.offset, report)
-        return hasher
+        return self._hasher
 
-    def _take(self, body: Body, partial: Partial, hasher: FileHash, report: Report) -> FileHash:
+    def _take(self, body: Body, partial: Partial, report: Report) -> None:
         """Write one answer's bytes to the partial. A whole file instead of a range is skipped or starts it over."""
         file, skip = self._file, 0
         if body.start < partial.offset:
             if body.etag is not None and body.etag == partial.etag:
                 skip = partial.offset - body.start  # the range was ignored, the content is the same
             else:
-                self._note(f"{file.name}: changed in the storage, starting it over from byte 0")
-                partial.restart()
-                hasher = FileHash(file)
+                self._start_over(partial)
+        elif partial.offset and _changed(partial.etag, body.etag):
+            self._start_over(partial)
+            raise TransferFault("the storage sent a range of other content", renew=True)
         if body.etag is not None:
             partial.remember(body.etag)
         watch = RateWatch(self._policy.stall_rate, self._policy.stall_seconds)
@@ -111,13 +116,24 @@ class Transfer:
             if partial.offset + len(view) > file.size:
                 raise TransferFault(f"the storage sends more than the {file.size} bytes of the listing", renew=True)
             partial.append(view)
-            hasher.update(view)
+            self._hasher.update(view)
             self._gained += len(view)
             report(file, partial.offset, "")
             if slow and partial.offset < file.size:
                 rate = format_bytes(self._policy.stall_rate)
                 raise TransferFault(f"slower than {rate}/s for {self._policy.stall_seconds:g} s", stalled=True)
-        return hasher
+
+    def _start_over(self, partial: Partial) -> None:
+        """Drop what came of content that the storage has no more; not for ever, whatever comes after each time."""
+        self._restarts += 1
+        if self._restarts > self._policy.retries:
+            raise HubError(
+                f"{self._file.path}: the storage changed it or began it from byte 0 {self._restarts} times",
+                hint="try --transport https, another network, or again later",
+            )
+        self._note(f"{self._file.name}: changed in the storage, starting it over from byte 0")
+        partial.restart()
+        self._hasher = FileHash(self._file)
 
     def _after(self, fault: TransferFault, source: Source, offset: int, report: Report) -> None:
         """Count the fault, switch transports or renew the URL, and wait; raises when there is no point in going on."""
@@ -145,6 +161,11 @@ class Transfer:
 
     def _note(self, note: str) -> None:
         self._notes.append(note)
+
+
+def _changed(known: str | None, found: str | None) -> bool:
+    """Both ETags are strong, and they name different content."""
+    return known is not None and found is not None and not found.startswith("W/") and known != found
 
 
 def describe_spans(spans: Sequence[tuple[int, int]]) -> str:

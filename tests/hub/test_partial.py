@@ -95,3 +95,31 @@ def test_the_disk_is_set_to_work_while_bytes_arrive(tmp_path: Path, monkeypatch:
     partial.complete(tmp_path / "m.gguf")
     assert begun == [(0, 400), (400, 400)]
     assert (tmp_path / "m.gguf").read_bytes() == b"x" * 1000
+
+
+def test_the_final_name_is_durable_before_the_sidecar_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    partial = Partial(tmp_path, FILE)
+    partial.append(b"x" * 1000)
+    sidecar = partial.path.with_name("m.gguf.partial.json")
+
+    def watched(folder: Path) -> None:
+        assert (tmp_path / "Q4" / "m.gguf").exists()
+        assert sidecar.exists()
+        synced.append(folder)
+
+    monkeypatch.setattr(partial_module, "sync_folder", watched)
+    partial.complete(tmp_path / "Q4" / "m.gguf")
+    assert synced == [tmp_path / "Q4", tmp_path]
+    assert not sidecar.exists()
+
+
+def test_that_content_was_wrong_is_remembered_for_this_content_only(tmp_path: Path) -> None:
+    partial = Partial(tmp_path, FILE)
+    assert not partial.wrong
+    partial.append(b"z" * 1000)
+    partial.set_aside()
+    again = Partial(tmp_path, FILE)
+    again.remember('"v2"')
+    assert Partial(tmp_path, FILE).wrong
+    assert not Partial(tmp_path, replace(FILE, sha256="b" * 64)).wrong

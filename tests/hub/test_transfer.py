@@ -6,6 +6,7 @@ import hashlib
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -219,11 +220,9 @@ def test_stopping_keeps_the_bytes_that_came(fetcher: Fetcher) -> None:
 
 def test_two_processes_do_not_share_a_partial(fetcher: Fetcher) -> None:
     from glm5deploy.errors import DeployError
-    from glm5deploy.hub.download import _folder_lock
-    from glm5deploy.hub.records import state_folder
+    from glm5deploy.hub.download import folder_lock
 
-    state_folder(fetcher.destination)
-    with _folder_lock(fetcher.destination), pytest.raises(DeployError, match="another process is fetching"):
+    with folder_lock(fetcher.destination), pytest.raises(DeployError, match="another process is fetching"):
         fetcher.run()
 
 
@@ -274,3 +273,52 @@ def test_differing_spans_join_neighbours_and_count_a_longer_tail(tmp_path: Path)
 def test_faults_say_what_they_want() -> None:
     fault = TransferFault("no", wait=3.0, renew=True)
     assert (str(fault), fault.wait, fault.renew, fault.stalled) == ("no", 3.0, True, False)
+
+
+def test_content_wrong_twice_ends_where_no_first_copy_could_be_kept(
+    fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk without room for two copies must not mean fetching the wrong bytes again and again."""
+    full = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=0))
+    monkeypatch.setattr("glm5deploy.hub.partial.shutil", full)
+    fetcher.server.inject(Fault(flip_at=1_234_567), times=3, match=sha_of(fetcher, 1))
+    with pytest.raises(HubError, match="wrong twice"):
+        fetcher.run()
+    assert list(fetcher.destination.rglob("*.mismatch")) == []
+    with pytest.raises(HubError, match="wrong twice"):  # another process: the sidecar remembers
+        fetcher.run()
+    assert fetcher.server.forget_faults() == 0
+    fetcher.run()
+    assert fetcher.fetched() == fetcher.originals()
+
+
+def test_starting_over_from_byte_0_has_an_end(fetcher: Fetcher) -> None:
+    """A proxy that ignores ranges and changes its ETag brings bytes each time, and never the file."""
+    for number in range(20):
+        fault = Fault(ignore_range=True, etag=f'"{number}"', cut_after=900_000)
+        fetcher.server.inject(fault, match=sha_of(fetcher, 1))
+    with pytest.raises(HubError, match="began it from byte 0 5 times"):
+        fetcher.run(parallel=1)
+    assert fetcher.server.forget_faults() == 14
+
+
+def test_a_range_of_other_content_is_not_appended(fetcher: Fetcher, tmp_path: Path) -> None:
+    """The storage has the new content now, and honours the range without looking at If-Range."""
+    other = tmp_path / "other"
+    other.write_bytes(bytes(len(fetcher.originals()[1])))
+    fetcher.server.inject(Fault(substitute=other, etag='"old"', cut_after=900_000), match=sha_of(fetcher, 1))
+    fetcher.server.inject(Fault(ignore_if_range=True), match=sha_of(fetcher, 1))
+    fetcher.run()
+    assert fetcher.fetched() == fetcher.originals()
+    assert any("changed in the storage" in note for note in fetcher.notes)
+    assert not any("hash mismatch" in note for note in fetcher.notes)
+
+
+def test_a_fault_after_starting_over_keeps_the_hash_right(fetcher: Fetcher, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(bytes(len(fetcher.originals()[1])))
+    fetcher.server.inject(Fault(substitute=other, etag='"old"', cut_after=900_000), match=sha_of(fetcher, 1))
+    fetcher.server.inject(cut(400_000), match=sha_of(fetcher, 1))
+    fetcher.run()
+    assert fetcher.fetched() == fetcher.originals()
+    assert not any("hash mismatch" in note for note in fetcher.notes)

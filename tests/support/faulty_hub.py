@@ -33,6 +33,7 @@ class Fault:
     bytes_per_second: int = 0
     flip_at: int | None = None
     ignore_range: bool = False
+    ignore_if_range: bool = False
     etag: str | None = None
     substitute: Path | None = None
     says_total: int | None = None
@@ -154,6 +155,8 @@ class FaultyHandler(HubHandler):
                 blob = Blob(fault.substitute, fault.substitute.stat().st_size)
             if fault.ignore_range:
                 del self.headers["Range"]
+            if fault.ignore_if_range:
+                del self.headers["If-Range"]
             if fault.says_total is not None:
                 headers = {**headers, "X-Claimed": str(fault.says_total)}
         super().send_range(blob, etag, headers)
