@@ -10,11 +10,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from glm5deploy.files import sync_folder
 from glm5deploy.hub.choice import RemoteFile
 from glm5deploy.hub.hashing import FileHash, hash_into
 
 _FICLONE = 0x40049409  # linux/fs.h: share the data blocks of another file
 _MOST_FILES = 100_000
+_COPY = 4 << 20
 
 
 def find_copy(
@@ -52,6 +54,7 @@ def take_over(source: Path, target: Path, temporary: Path) -> str:
     try:
         how = _clone(source, temporary)
         temporary.replace(target)
+        sync_folder(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
     return how
@@ -62,6 +65,7 @@ def _clone(source: Path, temporary: Path) -> str:
     with source.open("rb") as reading, temporary.open("xb") as writing:
         try:
             fcntl.ioctl(writing.fileno(), _FICLONE, reading.fileno())
+            os.fsync(writing.fileno())
             return "reflink"
         except OSError as error:
             if error.errno not in unsupported:
@@ -73,7 +77,10 @@ def _clone(source: Path, temporary: Path) -> str:
     except OSError as error:
         if error.errno not in unsupported:
             raise
-    shutil.copyfile(source, temporary)
+    with source.open("rb") as reading, temporary.open("xb") as writing:
+        shutil.copyfileobj(reading, writing, _COPY)
+        writing.flush()
+        os.fsync(writing.fileno())
     return "copy"
 
 

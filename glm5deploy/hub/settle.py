@@ -19,7 +19,7 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """``missing`` has to be fetched; ``asides`` says where a file that was not the listed content has gone."""
+    """``missing`` has to be fetched; ``asides`` says where a readable file that was not the listed content is now."""
 
     missing: tuple[RemoteFile, ...]
     asides: Mapping[str, Path]
@@ -40,7 +40,9 @@ def settle(
     asides: dict[str, Path] = {}
     for verdict in verdicts:
         if verdict.problem:
-            aside = asides[verdict.file.path] = set_aside(destination, verdict.file)
+            aside = set_aside(destination, verdict.file)
+            if verdict.problem != "unreadable":  # such a file cannot be compared with the new one either
+                asides[verdict.file.path] = aside
             note(f"{verdict.detail}; moved to {aside}")
         else:
             proved(verdict.file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from glm5deploy.errors import DeployError
 from glm5deploy.hub.choice import RemoteFile
 from glm5deploy.hub.hashing import FileHash, first_difference, hash_into
 from glm5deploy.hub.plan import FetchPlan
@@ -17,6 +19,9 @@ from glm5deploy.hub.records import STATE_FOLDER, read_record, write_record
 from glm5deploy.progress import Progress, ProgressSink, ignore_progress
 
 State = Literal["verified", "unverified", "partial", "missing"]
+
+_NOT_ITS_CONTENT = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors of reading that say nothing about what is stored: the file is not to be fetched again for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,7 @@ class Verdict:
 
     file: RemoteFile
     path: Path
-    problem: Literal["", "missing", "size", "hash"]
+    problem: Literal["", "missing", "size", "hash", "unreadable"]
     detail: str = ""
     span: tuple[int, int] | None = None
 
@@ -52,8 +57,9 @@ def record_verified(destination: Path, file: RemoteFile, commit: str, prefixes: 
 
 def _withdraw(record: Path) -> None:
     """The file is no longer what was proved; the prefix hashes stay, they tell where a damaged file differs."""
-    if prefixes := read_record(record).get("prefixes"):
-        write_record(record, {"prefixes": prefixes})
+    if record.exists():
+        prefixes = read_record(record).get("prefixes")
+        write_record(record, {"prefixes": prefixes if isinstance(prefixes, list) else []})
 
 
 def is_verified(destination: Path, file: RemoteFile) -> bool:
@@ -65,6 +71,12 @@ def is_verified(destination: Path, file: RemoteFile) -> bool:
         return False
     expected = (file.sha256 or file.git_oid, file.size, found.st_mtime_ns)
     return (record.get("hash"), found.st_size, record.get("mtime_ns")) == expected
+
+
+def proved_mtime(destination: Path, file: RemoteFile) -> int:
+    """The file's mtime (ns) when it was last proved; 0 when there is no record of that."""
+    mtime = read_record(record_path(destination, file)).get("mtime_ns")
+    return mtime if isinstance(mtime, int) else 0
 
 
 def shard_states(plan: FetchPlan, destination: Path) -> list[ShardState]:
@@ -138,7 +150,11 @@ def check_file(
     report: Callable[[int], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> Verdict:
-    """Hash one shard; records or withdraws its verification. Raises Stopped when ``stop`` is set."""
+    """Hash one shard; records or withdraws its verification.
+
+    :raises DeployError: it may not be read, or cannot be for want of memory or handles.
+    :raises Stopped: ``stop`` was set.
+    """
     path, record = destination / file.path, record_path(destination, file)
     try:
         size = path.stat().st_size
@@ -149,7 +165,15 @@ def check_file(
     if size != file.size:
         _withdraw(record)
         return Verdict(file, path, "size", f"{path} has {size} bytes, the listing says {file.size}")
-    hash_into(hasher, path, size, report=report, stop=stop)
+    try:
+        hash_into(hasher, path, size, report=report, stop=stop)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _NOT_ITS_CONTENT:
+            hint = "that is no damage; put it right and run again"
+            raise DeployError(f"{path} cannot be read: {reason}", hint=hint) from error
+        _withdraw(record)
+        return Verdict(file, path, "unreadable", f"{path} cannot be read after byte {hasher.count}: {reason}")
     if hasher.matches():
         record_verified(destination, file, plan.commit, hasher.prefixes)
         return Verdict(file, path, "")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from glm5deploy.errors import FileFormatError, HubError
+from glm5deploy.errors import DeployError, FileFormatError, HubError
 from glm5deploy.hub import adopt
-from glm5deploy.hub.hashing import prefix_step
+from glm5deploy.hub import verify as verify_module
+from glm5deploy.hub.hashing import FileHash, prefix_step
 from glm5deploy.hub.verify import is_verified, shard_states, verify
 from tests.hub.conftest import QUANT, Fetcher
 
@@ -161,3 +164,70 @@ def test_offline_names_what_is_missing_and_is_content_with_what_is_there(fetcher
     with pytest.raises(HubError, match="1 shards are not here: UD-Q4_K_XL/m-00002"):
         Download(fetcher.hub(offline=True), plan, fetcher.destination).run()
     assert len(fetcher.server.requests) == asked
+
+
+def test_a_damaged_shard_without_prefix_hashes_is_withdrawn_too(fetcher: Fetcher) -> None:
+    """Below one MiB there are none; the record must go all the same, or a repair changes nothing."""
+    paths = fetcher.run()
+    plan = fetcher.plan()
+    damage(paths[0], 100_000)
+    assert verify(plan, fetcher.destination)[0].problem == "hash"
+    assert not is_verified(fetcher.destination, plan.files[0])
+    fetcher.run()
+    assert fetcher.fetched() == fetcher.originals()
+
+
+def test_a_shard_that_cannot_be_read_is_a_verdict_and_is_fetched_again(
+    fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = fetcher.run()
+    plan = fetcher.plan()
+    fail_reading(monkeypatch, paths[1], errno.EIO)
+    verdicts = verify(plan, fetcher.destination)
+    assert [v.problem for v in verdicts] == ["", "unreadable", ""]
+    assert "cannot be read after byte 0: Input/output error" in verdicts[1].detail
+    fetcher.run()
+    assert fetcher.fetched() == fetcher.originals()
+    assert any("m-00002-of-00003.gguf.1" in note for note in fetcher.notes)
+
+
+def test_a_shard_that_may_not_be_read_is_not_taken_for_damaged(
+    fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = fetcher.run()
+    plan = fetcher.plan()
+    fail_reading(monkeypatch, paths[1], errno.EACCES)
+    with pytest.raises(DeployError, match="Permission denied"):
+        verify(plan, fetcher.destination)
+    assert is_verified(fetcher.destination, plan.files[1])
+
+
+def fail_reading(monkeypatch: pytest.MonkeyPatch, path: Path, code: int) -> None:
+    """Reading ``path`` as it is now fails; a new file of that name is read."""
+    inode, real = path.stat().st_ino, verify_module.hash_into
+
+    def failing(hasher: FileHash, which: Path, length: int, **options: Any) -> int:
+        if which.stat().st_ino == inode:
+            raise OSError(code, os.strerror(code))
+        return real(hasher, which, length, **options)
+
+    monkeypatch.setattr(verify_module, "hash_into", failing)
+
+
+def test_an_adopted_copy_is_durable_before_it_counts(
+    fetcher: Fetcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adopt.os, "link", _cross_device)
+    monkeypatch.setattr(adopt.fcntl, "ioctl", _cross_device)
+    synced, folders, real = set[int](), list[Path](), os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        real(handle)
+
+    monkeypatch.setattr(adopt.os, "fsync", fsync)
+    monkeypatch.setattr(adopt, "sync_folder", folders.append)
+    fetcher.run(adopt=fetcher.source)
+    shards = sorted((fetcher.destination / QUANT).glob("*.gguf"))
+    assert {path.stat().st_ino for path in shards} <= synced
+    assert folders == [fetcher.destination / QUANT] * 3
