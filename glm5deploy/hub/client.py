@@ -69,7 +69,7 @@ class Hub:
         api, what = self._api(), f"{repo}@{revision}"
         commit = _patiently(what, lambda: api.model_info(repo, revision=revision, timeout=_TIMEOUT).sha)
         if not isinstance(commit, str) or len(commit) != 40 or set(commit) - set("0123456789abcdef"):
-            raise HubError(f"{self.endpoint} gave no commit for {repo}@{revision}: {commit!r}")
+            raise HubError(f"{without_query(self.endpoint)} gave no commit for {repo}@{revision}: {commit!r}")
         return commit
 
     def files_of(self, repo: str, commit: str) -> list[RemoteFile]:
@@ -128,7 +128,7 @@ def same_origin(url: str, other: str) -> bool:
 
 
 def without_query(url: str) -> str:
-    """A URL that may be shown: what follows ``?`` is a signature."""
+    """A URL that may be shown: what follows ``?`` is a signature, what stands before ``@`` a password."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 

@@ -10,6 +10,7 @@ from glm5deploy.errors import DeployError, DiskFullError
 from glm5deploy.hub.choice import format_bytes
 
 _MOST_SLACK = 64 << 20  # records, logs and what other programs write meanwhile
+_UNMERGED = "`glm5deploy run --no-merge` (GLM5DEPLOY_MERGE_MODE=never for fetch alone)"
 
 
 def free_bytes(path: Path) -> int:
@@ -40,7 +41,8 @@ def require_room(destination: Path, missing: int, later: int) -> None:
         raise DiskFullError(
             f"{destination} has {format_bytes(free)} free; {format_bytes(missing)} are still to be fetched{then}, "
             f"with {format_bytes(slack)} to spare",
-            hint="free some space, choose another --workdir, or serve the shards unmerged with --no-merge",
+            hint="free some space, or choose another --workdir"
+            + (f"; {_UNMERGED} serves the shards as they are" if later else ""),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -101,8 +102,10 @@ class HttpsSource:
 class RemoteReader:
     """Random access to one remote file by byte ranges, for reading a header without downloading the shard."""
 
-    def __init__(self, source: HttpsSource, file: RemoteFile, *, retries: int = 3) -> None:
-        self._source, self.file, self._retries = source, file, retries
+    def __init__(
+        self, source: HttpsSource, file: RemoteFile, *, retries: int = 3, policy: Policy | None = None
+    ) -> None:
+        self._source, self.file, self._retries, self._policy = source, file, retries, policy or Policy()
 
     def read_at(self, offset: int, length: int) -> bytes:
         """The bytes from ``offset``, fewer than ``length`` only at the end of the file.
@@ -119,14 +122,18 @@ class RemoteReader:
                 self._source.renew(self.file)
                 if attempt == self._retries:
                     raise HubError(f"{self.file.path}: {fault.reason}", hint="try again later") from fault
+                at_once = fault.renew and attempt == 0  # an expired URL
+                back_off = 0.0 if at_once else self._policy.wait_after(attempt + 1)
+                time.sleep(back_off if fault.wait is None else fault.wait)
         raise AssertionError("unreachable")
 
 
 @contextmanager
-def remote_readers(hub: Hub, plan: FetchPlan) -> Iterator[list[RemoteReader]]:
+def remote_readers(hub: Hub, plan: FetchPlan, policy: Policy | None = None) -> Iterator[list[RemoteReader]]:
     """A reader for each shard of a plan, in shard order; their ``read_at`` is what ``parse_header`` takes."""
-    with HttpsSource(hub, plan.repo, plan.commit, Policy(parallel=1)) as source:
-        yield [RemoteReader(source, file) for file in plan.files]
+    policy = policy or Policy(parallel=1)
+    with HttpsSource(hub, plan.repo, plan.commit, policy) as source:
+        yield [RemoteReader(source, file, policy=policy) for file in plan.files]
 
 
 def _refuse(response: httpx.Response, offset: int) -> None:

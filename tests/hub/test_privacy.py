@@ -157,3 +157,15 @@ def test_the_plan_of_a_private_repository_needs_the_token_once(tmp_path: Path, f
         server.publish(REPO, fetcher.source)
         plan = make_plan(Hub(endpoint=server.endpoint, token=TOKEN), REPO, QUANT, tmp_path / "x").plan
         assert len(plan.files) == 3
+
+
+def test_a_password_in_the_endpoint_is_not_shown(fetcher: Fetcher) -> None:
+    def odd(handler) -> bool:  # type: ignore[no-untyped-def]
+        handler.respond_json({"id": REPO, "sha": "not a commit"})
+        return True
+
+    fetcher.server.api_faults.append(odd)
+    hub = Hub(endpoint=fetcher.server.endpoint.replace("://", "://user:secret@"))
+    with pytest.raises(HubError, match=f"{fetcher.server.endpoint} gave no commit") as error:
+        hub.commit_of(REPO, "main")
+    assert "secret" not in str(error.value)
