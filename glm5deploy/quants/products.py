@@ -115,13 +115,11 @@ def moe(
     topk_weights: torch.Tensor,
     out: torch.Tensor | None = None,
     configs: tuple[launch.Launch, launch.Launch] | None = None,
-    partial: bool = False,
 ) -> torch.Tensor:
     """Sum over each token's experts of weight * down(silu(gate x) * up x), [T, hidden] in x's type.
 
     x bf16 [T, hidden]; planes of E experts, of any three types; topk_ids int32 or int64 [T, TOPK], ids < 0 marking
-    experts of other ranks; topk_weights [T, TOPK] of any float type. ``partial`` must be set where all experts of a
-    token may be elsewhere (expert parallelism): such rows are zero.
+    experts of other ranks and padding; topk_weights [T, TOPK] of any float type. A row without ids >= 0 is zero.
     """
     _check(x, gate)
     tokens, topk = topk_ids.shape
@@ -132,8 +130,7 @@ def moe(
         out = torch.empty((tokens, down.rows), dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    if partial:
-        out.zero_()
+    out.zero_()  # no program writes a row without experts
     ids, weights = topk_ids.contiguous(), topk_weights.contiguous()
     gpu = _gpu(x)
     a, b = configs or (

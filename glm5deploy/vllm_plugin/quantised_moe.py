@@ -70,17 +70,14 @@ class Glm5MoeMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """x [T, hidden], topk_ids and topk_weights [T, TOPK] -> this rank's part of the sum, [T, hidden]."""
+        """x [T, hidden], topk_ids and topk_weights [T, TOPK] -> this rank's part of the sum, [T, hidden].
+
+        Rows of padding have ids < 0 and give zeros.
+        """
         mine = layer.expert_map
-        ids = topk_ids if mine is None else mine[topk_ids]
-        out = ops.moe(
-            x,
-            self.parameters.tensors(layer),
-            self.parameters.spec,
-            ids,
-            topk_weights,
-            partial=mine is not None,
-        )
+        # A negative index would take the last expert's place.
+        ids = topk_ids if mine is None else torch.where(topk_ids < 0, -1, mine[topk_ids])
+        out = ops.moe(x, self.parameters.tensors(layer), self.parameters.spec, ids, topk_weights)
         if shared_experts is not None:
             shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
         return out

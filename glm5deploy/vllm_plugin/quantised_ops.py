@@ -111,19 +111,17 @@ def moe(
     spec: str,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    *,
-    partial: bool,
 ) -> torch.Tensor:
     """Sum over each token's experts of weight * down(silu(gate x) * up x): [T, hidden] in x's type.
 
-    ``planes`` and ``spec`` are gate, up and down of this rank's experts; ids < 0 are other ranks' (then ``partial``).
+    ``planes`` and ``spec`` are gate, up and down of this rank's experts; ids < 0 are other ranks' or padding.
     """
     gate, up, down = assemble(spec, planes)
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = x.new_empty((x.shape[0], down.rows))
     for start in range(0, x.shape[0], MOE_TOKENS):
         here = slice(start, start + MOE_TOKENS)
-        _moe(x[here], gate, up, down, topk_ids[here], topk_weights[here], out[here], partial)
+        _moe(x[here], gate, up, down, topk_ids[here], topk_weights[here], out[here])
     return out
 
 
@@ -135,12 +133,11 @@ def _moe(
     ids: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor,
-    partial: bool,
 ) -> None:
     if x.is_cuda:
         from glm5deploy.quants import products
 
-        products.moe(x, gate, up, down, ids, weights, out=out, partial=partial)
+        products.moe(x, gate, up, down, ids, weights, out=out)
     else:
         from glm5deploy.quants import reference
 

@@ -149,7 +149,7 @@ def test_moe_all_tokens_on_one_expert(
 
 
 @pytest.mark.parametrize("searched", [True, False], ids=["searched", "sorted"])
-def test_moe_experts_of_other_ranks(
+def test_moe_experts_of_other_ranks_and_padding(
     experts: tuple[Planes, Planes, Planes], searched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not searched:
@@ -157,8 +157,9 @@ def test_moe_experts_of_other_ranks(
     ids, weights = routing(6, 3, 5)
     ids[0], ids[1, :2], ids[4, 1] = -1, -1, -1
     x = tokens(6, 512)
-    check_moe(*experts, x, ids.to(torch.int64), weights, partial=True)
-    assert torch.all(products.moe(x, *experts, ids, weights, partial=True)[0] == 0)
+    check_moe(*experts, x, ids.to(torch.int64), weights)
+    out = torch.full((6, 70), torch.nan, device=DEVICE, dtype=DTYPE)
+    assert torch.all(products.moe(x, *experts, ids, weights, out=out)[0] == 0)
 
 
 def test_moe_keeps_terms_of_many_pairs_in_the_activations_type(

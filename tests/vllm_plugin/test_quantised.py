@@ -267,6 +267,19 @@ def test_expert_parallel_ranks_add_up(model_folder: Folder) -> None:
     assert not torch.equal(results[1], results[2])
 
 
+@pytest.mark.parametrize("mine", [[*range(16)], [*range(3, 16, 4)]], ids=["all experts", "one rank of four"])
+def test_padding_has_no_experts(mine: list[int], model_folder: Folder) -> None:
+    """Expert 15, the last of both layers, must not stand in for an id of -1."""
+    layer = expert_layer(modules_of(model_folder(Run("A")))["model.layers.3.mlp.experts"], 16, mine)
+    fill(nn.ModuleDict({"experts": layer}))
+    ids = torch.tensor([[-1, -1], [15, -1], [15, 15]], dtype=torch.int32)
+    x = torch.randn(1, 256, generator=torch.Generator().manual_seed(5)).expand(3, 256)
+    out = layer.quant_method.apply(layer, x, torch.ones(3, 2), ids, None, None)
+    assert torch.equal(out[0], torch.zeros(256))
+    assert float(out[1].abs().max()) > 0
+    torch.testing.assert_close(out[2], 2 * out[1])
+
+
 def test_tensor_parallel_ranks_add_up(model_folder: Folder) -> None:
     module = modules_of(model_folder(Run("B-Q8")))["model.layers.3.mlp.experts"]
     generator = torch.Generator().manual_seed(4)
