@@ -7,12 +7,17 @@ alone and its native classes serve the model.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from glm5deploy.vllm_plugin import ARCHITECTURE, BACKEND, LOAD_FORMAT, compat, cpu, registration
+from glm5deploy.vllm_plugin import ARCHITECTURE, BACKEND, LOAD_FORMAT, PACKED, compat, cpu, registration
+
+logger = logging.getLogger("vllm.glm5deploy")
 
 MODEL_CLASS = "glm5deploy.vllm_plugin.model:Glm5ForCausalLM"
 BLOCK_SIZE = 64  # tokens a cache block
+# What every GLM-5 has, and vLLM takes to be something else where config.json is silent.
+GLM = {"indexer_rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
 def uses_our_backend(vllm_config: Any) -> bool:
@@ -35,9 +40,35 @@ def prepare(vllm_config: Any) -> None:
                 f"{BACKEND} does not support {what}: a rank would select from its own shard of the context only. "
                 "Use tensor parallelism, or name one of vLLM's backends with --attention-backend."
             )
+    if not cpu.is_cpu():
+        _refuse_types(vllm_config)
+    _warn_of_other_models(vllm_config.model_config.hf_config)
     compat.split_graphs_at("vllm::glm5_select")
     vllm_config.attention_config.backend = registration.attention_backend()
     vllm_config.model_config.model_class_overrides[ARCHITECTURE] = MODEL_CLASS
+
+
+def _refuse_types(vllm_config: Any) -> None:
+    """ValueError for types that the kernels cannot read; a cache that is not packed holds the model's own type."""
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    if dtype not in ("bfloat16", "float16"):
+        raise ValueError(f"{BACKEND} computes in bfloat16 or float16 on a GPU, not in {dtype}. Use --dtype bfloat16.")
+    if cache_dtype not in ("auto", dtype, PACKED):
+        raise ValueError(
+            f"{BACKEND} keeps its cache in the model's type, {dtype}, or packed, not in {cache_dtype}. "
+            f"Use --kv-cache-dtype auto, or {PACKED} for a smaller cache."
+        )
+
+
+def _warn_of_other_models(config: Any) -> None:
+    found = {name: getattr(config, name, None) for name in GLM}
+    wrong = [f"{name} is {found[name]!r} (GLM-5: {glm!r})" for name, glm in GLM.items() if found[name] != glm]
+    if wrong:
+        logger.warning(
+            "config.json is not GLM-5's, answers may be wrong: %s. Write the model folder anew: glm5deploy patch.",
+            ", ".join(wrong),
+        )
 
 
 def wrap(original: type) -> type:

@@ -120,7 +120,7 @@ def _adjacent_pairs(x: torch.Tensor, width: int) -> torch.Tensor:
 def _reserve(vllm_config: Any, config: Any) -> None:
     """Make the GPU's scratch memory while the model is built, so that vLLM's memory profile counts it."""
     from glm5deploy.kernels.warmup import Serving
-    from glm5deploy.vllm_plugin import device
+    from glm5deploy.vllm_plugin import device, engine_config
 
     speculative = vllm_config.speculative_config
     device.reserve(
@@ -130,7 +130,8 @@ def _reserve(vllm_config: Any, config: Any) -> None:
             topk=config.index_topk,
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             max_length=vllm_config.model_config.max_model_len,
-            block_size=vllm_config.cache_config.block_size,
+            # Not the cache configuration's: vLLM settles that after the model is built.
+            block_size=engine_config.BLOCK_SIZE,
             packed=vllm_config.cache_config.cache_dtype == PACKED,
             dtype=vllm_config.model_config.dtype,
             max_next_n=1 + (speculative.num_speculative_tokens if speculative else 0),

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from glm5deploy.vllm_plugin import ARCHITECTURE, BACKEND, LOAD_FORMAT, QUANTIZATION, compat, register
+from glm5deploy.vllm_plugin import (
+    ARCHITECTURE,
+    BACKEND,
+    LOAD_FORMAT,
+    QUANTIZATION,
+    compat,
+    cpu,
+    register,
+)
+from glm5deploy.vllm_plugin.engine_config import logger, prepare
 from tests.vllm_plugin.conftest import Run
 
 
@@ -139,11 +150,90 @@ def test_the_quantisation_is_known_and_dense(folder: Path) -> None:
 
 @pytest.mark.parametrize("parallel", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_context_parallelism_is_refused_with_a_reason(parallel: str) -> None:
-    from types import SimpleNamespace
-
-    from glm5deploy.vllm_plugin.engine_config import prepare
-
     sizes = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, parallel: 2}
     words = parallel.replace("_parallel_size", " parallelism").replace("_", " ")
     with pytest.raises(ValueError, match=f"does not support {words}: a rank would select from its own shard"):
         prepare(SimpleNamespace(parallel_config=SimpleNamespace(**sizes)))
+
+
+def settings(dtype: str, cache_dtype: str, **config: Any) -> Any:
+    """What `engine_config.prepare` reads of an engine's configuration; ``config`` is put into the model's."""
+    import torch
+    from vllm.config import ParallelConfig
+
+    glm = {"indexer_rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    return SimpleNamespace(
+        parallel_config=ParallelConfig(),
+        model_config=SimpleNamespace(
+            dtype=getattr(torch, dtype), hf_config=SimpleNamespace(**glm | config), model_class_overrides={}
+        ),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        attention_config=SimpleNamespace(backend=None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "words"),
+    [
+        ("float32", "auto", "computes in bfloat16 or float16 on a GPU, not in float32. Use --dtype bfloat16"),
+        ("float16", "bfloat16", "in the model's type, float16, or packed, not in bfloat16. Use --kv-cache-dtype auto"),
+        ("bfloat16", "float16", "in the model's type, bfloat16, or packed, not in float16. Use --kv-cache-dtype auto"),
+        ("bfloat16", "fp8", "not in fp8. Use --kv-cache-dtype auto, or fp8_ds_mla for a smaller cache"),
+    ],
+)
+def test_types_that_the_kernels_cannot_read_are_refused(
+    dtype: str, cache_dtype: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "is_cpu", lambda: False)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        prepare(settings(dtype, cache_dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla", None])
+def test_types_that_the_kernels_read(dtype: str, cache_dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "is_cpu", lambda: False)
+    asked = settings(dtype, cache_dtype or dtype)
+    prepare(asked)
+    assert asked.attention_config.backend.name == BACKEND
+
+
+def test_a_cpu_computes_in_float32() -> None:
+    asked = settings("float32", "auto")
+    prepare(asked)
+    assert asked.attention_config.backend.name == BACKEND
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, None),
+        ({"indexer_rope_interleave": False}, "indexer_rope_interleave is False (GLM-5: True)"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax' (GLM-5: 'sigmoid')"),
+        ({"topk_method": None}, "topk_method is None (GLM-5: 'noaux_tc')"),
+    ],
+)
+def test_a_configuration_unlike_glm5_is_pointed_out(
+    change: dict[str, Any], words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
+    prepare(settings("float32", "auto", **change))
+    assert len(said) == (words is not None)
+    assert words is None or words in said[0]
+
+
+def test_kernels_are_warmed_for_the_block_size_that_vllm_settles_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from glm5deploy.vllm_plugin import device, indexer
+
+    asked: list[Any] = []
+    monkeypatch.setattr(device, "reserve", lambda serving, where: asked.append(serving))
+    made = settings("bfloat16", "auto")
+    made.speculative_config = None
+    made.cache_config.block_size = 16  # vLLM's default while the model is built
+    made.scheduler_config = SimpleNamespace(max_num_batched_tokens=256)
+    made.model_config.max_model_len = 2048
+    indexer._reserve(made, SimpleNamespace(num_attention_heads=8, index_n_heads=32, index_topk=64))
+    assert [(serving.block_size, serving.dtype) for serving in asked] == [(64, torch.bfloat16)]
