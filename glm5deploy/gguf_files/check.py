@@ -6,6 +6,7 @@ from pathlib import Path
 
 from glm5deploy.errors import FileFormatError, UsageError
 from glm5deploy.gguf_files.header import read_header
+from glm5deploy.gguf_files.identity import is_made_of
 from glm5deploy.gguf_files.merge_plan import Plan
 from glm5deploy.gguf_files.shards import parse_shard_name
 
@@ -40,13 +41,11 @@ def has_header(output: Path, plan: Plan) -> bool:
 
 
 def is_merged(output: Path, plan: Plan) -> bool:
-    """Whether ``output`` is a finished merge of ``plan``: its size and header, and not older than any shard.
+    """Whether ``output`` is a finished merge of ``plan``: its size and header, made of the files that are there now.
 
     A merge gets its name only when every byte is on the disk, so what has the name and the header is whole.
     """
-    sources = [Path(source.path) for source in plan.sources]
-    newest = max((path.stat().st_mtime_ns for path in sources if path.exists()), default=0)
-    return has_header(output, plan) and output.stat().st_mtime_ns >= newest
+    return has_header(output, plan) and is_made_of(output, [Path(source.path) for source in plan.sources])
 
 
 def check_written(partial: Path, plan: Plan) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from glm5deploy.errors import DiskFullError, UsageError
-from glm5deploy.gguf_files.journal import sync_folder
+from glm5deploy.files import sync_folder
+from glm5deploy.gguf_files.identity import Identity, identity_of
 from glm5deploy.gguf_files.linux_files import can_punch, punch_hole
 from glm5deploy.gguf_files.merge_plan import Copy, Plan
 from glm5deploy.gguf_files.shards import CONSUMED
@@ -28,8 +29,24 @@ class Consumption:
         self.punching = can_punch(self._paths[0].parent)
 
     def located(self) -> list[Path | None]:
-        """Where each source is now: under its name, set aside, or gone (None)."""
-        return [next((p for p in (path, _aside(path)) if p.exists()), None) for path in self._paths]
+        """Where each source is now: set aside, under its name, or gone (None)."""
+        return [next((p for p in (_aside(path), path) if p.exists()), None) for path in self._paths]
+
+    def check_unchanged(self, identities: Sequence[Identity], journal: Path) -> None:
+        """Raise :class:`UsageError` unless all that is left of the shards is what the merge in ``journal`` began with.
+
+        Holes have changed the mtime of a shard that was set aside, so its size and inode must do.
+        """
+        if len(identities) != len(self._paths):
+            raise UsageError(f"{journal}: names {len(identities)} shards of {len(self._paths)}")
+        for path, identity in zip(self._paths, identities, strict=True):
+            for found, known in ((path, identity), (_aside(path), identity[:2])):
+                if found.exists() and identity_of(found)[: len(known)] != known:
+                    raise UsageError(
+                        f"{found}: is not the file that the interrupted merge --consume began with",
+                        hint=f"put that one back, or give the merge up: delete {journal}, the .partial beside it and "
+                        "what is left of the shards, then fetch them again",
+                    )
 
     def check(self, output: Path, batch_bytes: int) -> None:
         """Refuse links, and a disk without room for what is copied before the first release."""

@@ -44,7 +44,7 @@ def merge(
         check_not_a_source(output, partial_path(output), plan)
         job = MergeJob(plan, output, options, progress, checkpoint)
         renamed = state is not None and state.digest == plan.digest and not partial_path(output).exists()
-        if renamed and has_header(output, plan):
+        if state is not None and renamed and has_header(output, plan) and job.began_with(state):
             job.clean_up()
             return MergeResult(output, plan.size)
         if output.exists() and options.existing != "redo":

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from glm5deploy.errors import FileFormatError
+from glm5deploy.files import sync_folder
+from glm5deploy.gguf_files.identity import Identity
 
 _FORMAT = 1
 _MOST_BYTES = 256 << 20
@@ -28,7 +30,7 @@ class JournalState:
 
     plan: dict[str, Any]
     digest: str
-    identities: list[list[int]]
+    identities: list[Identity]
     consume: bool
     verify: bool
     position: int = 0
@@ -97,7 +99,7 @@ def load_journal(path: Path) -> JournalState | None:
         return JournalState(
             plan=first["plan"],
             digest=str(first["digest"]),
-            identities=first["identities"],
+            identities=[[int(fact) for fact in identity] for identity in first["identities"]],
             consume=first["consume"] is True,
             verify=first["verify"] is True,
             position=int(records[-1]["position"]) if records else 0,
@@ -105,12 +107,3 @@ def load_journal(path: Path) -> JournalState | None:
         )
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-
-
-def sync_folder(folder: Path) -> None:
-    """Make names created, renamed or removed in ``folder`` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,13 +9,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from glm5deploy.errors import DeployError, FileFormatError
+from glm5deploy.files import sync_folder
 from glm5deploy.gguf_files.check import check_written
 from glm5deploy.gguf_files.consume import Consumption
 from glm5deploy.gguf_files.copier import Checkpoint, Copier
-from glm5deploy.gguf_files.journal import Journal, JournalState, sync_folder
+from glm5deploy.gguf_files.identity import Identity, identity_of, mark_sources
+from glm5deploy.gguf_files.journal import Journal, JournalState
 from glm5deploy.gguf_files.linux_files import reserve
 from glm5deploy.gguf_files.merge_options import MergeOptions, MergeResult
 from glm5deploy.gguf_files.merge_plan import Copy, Plan
+from glm5deploy.gguf_files.open_file import write_all
 from glm5deploy.gguf_files.segments import whole_blocks
 from glm5deploy.gguf_files.space import larger_than_cache
 from glm5deploy.gguf_files.transfer import BUFFERED_CHUNK, DIRECT_CHUNK, Transfer
@@ -35,6 +38,7 @@ class MergeJob:
         self._checkpoint = checkpoint
         self._consumption = Consumption(plan) if options.consume else None
         self._verify = options.verify or options.consume
+        self._identities: list[Identity] = []
         self._sha256: dict[str, str] = {}
         self._position = 0
         self._resumed_at = 0
@@ -98,35 +102,46 @@ class MergeJob:
         sync_folder(self.output.parent)
         self._checkpoint("finished")
 
+    def began_with(self, state: JournalState) -> bool:
+        """Whether the merge of ``state`` began with the shards that are there now.
+
+        Raises :class:`UsageError` if not, once some of them were released: then there is no beginning anew.
+        """
+        if state.consume and self._consumption is not None:
+            self._consumption.check_unchanged(state.identities, journal_path(self.output))
+            return True
+        return state.identities == self._identify()
+
+    def _identify(self) -> list[Identity]:
+        return [identity_of(Path(source.path)) for source in self.plan.sources]
+
     def _resume(self, state: JournalState | None, descriptor: int) -> int:
         """Take over what an earlier run made durable; its offset, or 0 to begin anew."""
         if state is None or state.digest != self.plan.digest or (self._verify and not state.verify):
             return 0
-        if not state.consume and (self.options.consume or state.identities != self._identities()):
+        if (self.options.consume and not state.consume) or not self.began_with(state):
             return 0
         header = self.plan.header
         if os.fstat(descriptor).st_size != self.plan.size or os.pread(descriptor, len(header), 0) != header:
             if state.consume:
                 raise FileFormatError(f"{partial_path(self.output)}: was changed since the merge was interrupted")
             return 0
+        self._identities = state.identities
         self._verify = state.verify
         self._sha256 = dict(state.sha256)
         self._position = min(max(state.position, len(header)), self.plan.size)
         return self._position
-
-    def _identities(self) -> list[list[int]]:
-        stats = [Path(source.path).stat() for source in self.plan.sources]
-        return [[stat.st_size, stat.st_ino, stat.st_mtime_ns] for stat in stats]
 
     def _begin(self, descriptor: int) -> None:
         """A file of the final size with its header in place, and then a journal that says so."""
         journal_path(self.output).unlink(missing_ok=True)
         os.ftruncate(descriptor, 0)
         os.ftruncate(descriptor, self.plan.size)
-        os.pwrite(descriptor, self.plan.header, 0)
+        write_all(descriptor, memoryview(self.plan.header), 0)
         os.fsync(descriptor)
+        self._identities = self._identify()
         consume = self._consumption is not None
-        state = JournalState(self.plan.describe(), self.plan.digest, self._identities(), consume, self._verify)
+        state = JournalState(self.plan.describe(), self.plan.digest, self._identities, consume, self._verify)
         Journal.create(journal_path(self.output), state).close()
         self._position = len(self.plan.header)
         self._checkpoint("begun")
@@ -161,7 +176,8 @@ class MergeJob:
 
     def _finish(self, copier: Copier, descriptor: int) -> None:
         for offset, length in self.plan.zeros:
-            os.pwrite(descriptor, bytes(length), offset)
+            write_all(descriptor, memoryview(bytes(length)), offset)
+        mark_sources(descriptor, self._identities)
         os.fsync(descriptor)
         check_written(partial_path(self.output), self.plan)
         if self._verify and self._consumption is None:
