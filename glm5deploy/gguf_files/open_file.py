@@ -45,7 +45,10 @@ def fill(file: OpenFile, descriptor: int, part: memoryview, offset: int, *, at_l
     """Read ``part`` full, or ``at_least`` so much of it where the file may end inside the last block."""
     needed, done = len(part) if at_least is None else at_least, 0
     while done < needed:
-        got = os.preadv(descriptor, [part[done:]], offset + done)
+        try:
+            got = os.preadv(descriptor, [part[done:]], offset + done)
+        except OSError as error:
+            raise OSError(error.errno, f"at offset {offset + done}: {error.strerror}", str(file.path)) from error
         ends_inside_block = at_least is not None and got % BLOCK and done + got < needed
         if got == 0 or ends_inside_block:
             missing = needed - done - got

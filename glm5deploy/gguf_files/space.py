@@ -42,4 +42,7 @@ def explain(error: OSError, partial: Path, size: int) -> DeployError:
             hint="free space and run the same command again, it goes on where it stopped; --consume needs the room of "
             "one shard, and serving needs no merge (--no-merge)",
         )
-    return DeployError(f"{error.filename or partial}: {error.strerror or error}")
+    hint = None
+    if error.errno == errno.EIO:
+        hint = "the disk cannot read or write there; a shard comes again with `glm5deploy fetch --repair`"
+    return DeployError(f"{error.filename or partial}: {error.strerror or error}", hint=hint)
