@@ -125,7 +125,8 @@ def _check_types(headers: Sequence[Header]) -> None:
         if compared >= _FEWEST_COMPARED and len(foreign) > _MOST_FOREIGN * compared:
             raise FileFormatError(
                 f"{header.name}: looks like a shard of another quantisation: {'; '.join(sorted(foreign)[:3])}",
-                hint=f"{_FETCH_AGAIN}; if you are sure of the files, --allow-mixed skips this comparison",
+                hint=f"{_FETCH_AGAIN}; if you are sure of the files, `glm5deploy merge --from SHARD --output FILE "
+                "--allow-mixed` makes one file of them",
             )
 
 

@@ -61,7 +61,9 @@ def _remote(repo: str, quant: str, revision: str) -> FoundModel:
             alignments = (DEFAULT_ALIGNMENT, *{header.alignment for header in headers[:1]} - {DEFAULT_ALIGNMENT})
             reader = RemoteReader(source, file)
             headers.append(parse_header(reader.read_at, file.size, file.path, alignments=alignments))
-    return FoundModel(f"{repo}:{chosen.label}", commit, chosen.label, ShardSet.from_headers(headers), remote=True)
+    # One commit is one set: whatever mix of types it has was meant.
+    shards = ShardSet.from_headers(headers, check_mix=False)
+    return FoundModel(f"{repo}:{chosen.label}", commit, chosen.label, shards, remote=True)
 
 
 def _weights_of(path: Path) -> Path:

@@ -77,12 +77,22 @@ def test_a_foreign_shard_needs_to_be_allowed(tmp_path: Path) -> None:
     shards = write_split(small_model(), tmp_path / "set", [0, 8, 11, 11])
     other = write_split(small_model(quant="Q8_0"), tmp_path / "other", [0, 8, 11, 11])
     shards[2].write_bytes(other[2].read_bytes())
-    arguments = ["merge", "--from", shards[0], "--output", tmp_path / "out.gguf"]
+    arguments: list[str | Path] = ["merge", "--from", shards[0], "--output", tmp_path / "out.gguf"]
     refused = glm5deploy(*arguments)
     assert refused.returncode == 1
     assert "looks like a shard of another quantisation" in refused.stderr
     assert "--allow-mixed" in refused.stderr
     assert glm5deploy(*arguments, "--allow-mixed").returncode == 0
+    commands: tuple[tuple[str | Path, ...], ...] = (
+        ("inspect", shards[0]),
+        ("patch", "--gguf", shards[0], "--workdir", tmp_path / "work"),
+    )
+    for command in commands:
+        refused = glm5deploy(*command)
+        assert refused.returncode == 1
+        said = " ".join((refused.stdout + refused.stderr).split())
+        assert "glm5deploy merge --from SHARD --output FILE --allow-mixed" in said, "these have no such option"
+    assert glm5deploy("inspect", tmp_path / "out.gguf").returncode == 0, "and this is what they take instead"
 
 
 def test_ctrl_c_and_again(tmp_path: Path) -> None:
