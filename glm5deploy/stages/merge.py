@@ -7,9 +7,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from glm5deploy.errors import FileFormatError
+from glm5deploy.errors import DeployError
 from glm5deploy.files import changed_file, file_facts
 from glm5deploy.gguf_files.copy import merge
+from glm5deploy.gguf_files.journal import load_journal
 from glm5deploy.gguf_files.merge_job import journal_path
 from glm5deploy.gguf_files.merge_options import MergeOptions, Mode
 from glm5deploy.gguf_files.merge_plan import plan_merge
@@ -17,7 +18,8 @@ from glm5deploy.gguf_files.shard_checks import COUNT_KEY, TENSORS_KEY
 from glm5deploy.gguf_files.shards import ShardSet, parse_shard_name
 from glm5deploy.gguf_files.space import free_bytes
 from glm5deploy.pipeline.stage import Context, Json
-from glm5deploy.stages.released import announce_release, released_into
+from glm5deploy.stages.fetched import fetched_shards, require_unchanged
+from glm5deploy.stages.released import MERGED, Release, announce_release, release_of
 
 
 class MergeStage:
@@ -33,7 +35,7 @@ class MergeStage:
         self._redo = redo
 
     def inputs(self, context: Context) -> Json:
-        shards = [[Path(path).name, size, sha256] for path, size, sha256 in _fetched(context)]
+        shards = [[s.path.name, s.size, s.sha256, s.mtime_ns] for s in fetched_shards(context)]
         return {
             "shards": hashlib.sha256(json.dumps(shards).encode()).hexdigest(),
             "mode": context.config.merge.mode,
@@ -48,8 +50,12 @@ class MergeStage:
         return [reason for reason in reasons if reason is not None]
 
     def plan(self, context: Context) -> Json:
-        shards = _open(context)
         output = _output(context)
+        if _take_over(context, output) is not None:
+            return {"would": "keep the merged file, its shards are released", "output": str(output)}
+        if _is_releasing(context, output):
+            return {"would": "finish the interrupted merge --consume", "output": str(output), "consume": True}
+        shards = _open(context)
         kind, why = _decide(context, shards, output)
         if kind != "merged":
             return {"would": f"load the {len(shards.paths)} files as they are", "because": why}
@@ -68,16 +74,17 @@ class MergeStage:
         taken_over = _take_over(context, output)
         if taken_over is not None:
             return taken_over
-        if journal_path(output).exists() and released_into(context) is not None:
+        if _is_releasing(context, output):
             return self._merge(context, output)
         shards = _open(context)
+        require_unchanged(context)
         kind, why = _decide(context, shards, output)
         if kind != "merged":
             context.events.note(f"not merging: {why}")
             return _outputs(kind, shards.paths, f"{len(shards.paths)} files checked, not merged: {why}")
         output.parent.mkdir(parents=True, exist_ok=True)
         if context.config.merge.consume:
-            announce_release(context, shards.paths, output)
+            announce_release(context.workdir, Release({s.path: s.sha256 for s in fetched_shards(context)}, output))
         return self._merge(context, output)
 
     def _merge(self, context: Context, output: Path) -> Json:
@@ -90,7 +97,7 @@ class MergeStage:
             existing="redo" if self._redo else "refuse" if config.output else "replace",
             check_mix=False,
         )
-        source = Path(_fetched(context)[0][0])
+        source = fetched_shards(context)[0].path
         result = merge(source, output, options, progress=context.events.progress, checkpoint=context.events.checkpoint)
         how = {"none": "was merged already", "direct": "copied past the page cache", "buffered": "copied"}[result.mode]
         if result.cloned:
@@ -100,26 +107,18 @@ class MergeStage:
         return _outputs("merged", (output,), f"{output}: {result.nbytes} bytes, {how}")
 
 
-def _fetched(context: Context) -> list[tuple[str, int, str]]:
-    """Path, size and sha256 of each shard that fetch recorded, in shard order."""
-    files = context.require("fetch").get("files")
-    if not isinstance(files, list) or not files:
-        raise FileFormatError("the record of fetch names no files", hint="glm5deploy fetch --force")
-    return [(str(f["path"]), int(f["size"]), str(f.get("sha256") or "")) for f in files]
-
-
 def _open(context: Context) -> ShardSet:
     """The fetched set. Types are not compared: fetch has checked every shard's hash against one commit."""
-    return ShardSet.open(Path(_fetched(context)[0][0]), check_mix=False)
+    return ShardSet.open(fetched_shards(context)[0].path, check_mix=False)
 
 
 def _output(context: Context) -> Path:
-    first = Path(_fetched(context)[0][0])
+    first = fetched_shards(context)[0].path
     name = parse_shard_name(first.name)
     named = context.config.merge.output
     if named is not None:
         return named.expanduser().absolute()
-    return context.workdir / "merged" / f"{name.prefix if name else first.stem}.gguf"
+    return context.workdir / MERGED / f"{name.prefix if name else first.stem}.gguf"
 
 
 def _decide(context: Context, shards: ShardSet, output: Path) -> tuple[str, str]:
@@ -138,15 +137,32 @@ def _decide(context: Context, shards: ShardSet, output: Path) -> tuple[str, str]
 
 def _take_over(context: Context, output: Path) -> Json | None:
     """The result of a ``--consume`` merge that was finished, shards gone, but not recorded."""
-    released = released_into(context)
-    if released is None or released[1] != output or journal_path(output).exists() or not output.exists():
+    release = release_of(context.workdir)
+    if release is None or release.output != output or journal_path(output).exists() or not output.exists():
         return None
-    if any(path.exists() for path in released[0]):
+    if release.shards != _contents(context) or any(path.exists() for path in release.shards):
         return None
     metadata = ShardSet.open(output).metadata
     if metadata.integer(COUNT_KEY) != 0 or metadata.integer(TENSORS_KEY) is None:
         return None
     return _outputs("merged", (output,), f"{output}: merged before, shards released")
+
+
+def _is_releasing(context: Context, output: Path) -> bool:
+    """Whether a ``--consume`` merge of these shards into ``output`` was interrupted; raises if it was of others."""
+    release, state = release_of(context.workdir), load_journal(journal_path(output))
+    if release is None or release.output != output or state is None or not state.consume:
+        return False
+    if release.shards != _contents(context):
+        raise DeployError(
+            f"{output}: an interrupted merge --consume of other shards, of another commit perhaps, is here",
+            hint=f"fetch that commit again to finish it, or delete {journal_path(output)} and the .partial beside it",
+        )
+    return True
+
+
+def _contents(context: Context) -> dict[Path, str]:
+    return {shard.path: shard.sha256 for shard in fetched_shards(context)}
 
 
 def _existing(folder: Path) -> Path:
