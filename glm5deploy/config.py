@@ -134,6 +134,7 @@ def load_config(
         variable = ENVIRONMENT_PREFIX + name.replace(".", "_").upper()
         if variable in environment:
             values[name] = (_parse(environment[variable], type_, f"variable {variable}"), f"variable {variable}")
+    _refuse_unknown_variables(environment, known)
     for name, value in flags.items():
         if name not in known:
             raise KeyError(name)
@@ -176,6 +177,15 @@ def _from_file(file: Path) -> dict[str, tuple[object, str]]:
                 raise UsageError(f"{file}: unknown setting {name}", hint=_nearest(name, tuple(_known())))
             values[name] = (value, f"file {file}")
     return values
+
+
+def _refuse_unknown_variables(environment: Mapping[str, str], known: Mapping[str, object]) -> None:
+    """A misspelt setting must not be silently without effect; variables of other kinds have no section's name."""
+    names = {ENVIRONMENT_PREFIX + name.replace(".", "_").upper(): name for name in known}
+    sections = tuple(f"{ENVIRONMENT_PREFIX}{section.upper()}_" for section in SECTIONS)
+    for variable in environment:
+        if variable.startswith(sections) and variable not in names:
+            raise UsageError(f"unknown setting in the variable {variable}", hint=_nearest(variable, tuple(names)))
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str:

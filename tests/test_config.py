@@ -72,3 +72,10 @@ def test_an_earlier_flag_stands_below_everything_else(tmp_path: Path) -> None:
     config = load_config(file, {}, {}, earlier)
     assert (config.model.repo, config.model.quant) == ("a/b", "B")
     assert config.origin("model.repo") == "earlier flag"
+
+
+def test_a_misspelt_variable_is_refused_and_other_variables_are_not_settings() -> None:
+    with pytest.raises(UsageError, match="GLM5DEPLOY_SERVE_TPP") as raised:
+        load_config(None, {"GLM5DEPLOY_SERVE_TPP": "8"}, {})
+    assert raised.value.hint == "did you mean GLM5DEPLOY_SERVE_TP?"
+    load_config(None, {"GLM5DEPLOY_WORKDIR": "/x", "GLM5DEPLOY_API_KEY": "k", "GLM5DEPLOY_TRACE_DIR": "/t"}, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ ANSWER_TOKENS = 32
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the server running until Ctrl-C.")] = False,
     tp: Annotated[int, typer.Option("--tp", min=1, max=4, help="Ranks that share every layer.")] = 1,
-    port: Annotated[int, typer.Option("--port", help="Port of the endpoint.")] = 8000,
+    port: Annotated[int | None, typer.Option("--port", help="Port of the endpoint. Default: one that is free.")] = None,
     question: Annotated[str, typer.Option("--question", help="What to ask the model.")] = QUESTION,
     workdir: Annotated[
         Path | None, typer.Option("--workdir", help="Keep everything the demo makes here. Default: a temporary folder.")
@@ -56,14 +57,28 @@ def _folder(workdir: Path | None) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _run(folder: Path, question: str, *, keep: bool, tp: int, port: int, json_mode: bool) -> None:
+def _own_environment(hub: str) -> None:
+    """The demo's hub and endpoint are on loopback, whatever this shell has set for real ones."""
+    for name in list(os.environ):
+        if name.startswith(("GLM5DEPLOY_", "HF_")):
+            del os.environ[name]
+    os.environ["HF_ENDPOINT"] = hub
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run(folder: Path, question: str, *, keep: bool, tp: int, port: int | None, json_mode: bool) -> None:
     from glm5deploy.demo.local_hub import LocalHub
     from glm5deploy.demo.tiny_model import QUANT, write_tiny_model
     from glm5deploy.stages.serve import ServeStage
 
     begun = time.monotonic()
-    flags = {"model.repo": REPO, "model.quant": QUANT, "serve.tp": tp, "serve.port": port}
-    session = Session.open(workdir=folder / "work", config=None, json_mode=json_mode, flags=flags)
     repository = folder / "hub" / REPO
     write_tiny_model(repository)
     answers: list[str] = []
@@ -77,8 +92,10 @@ def _run(folder: Path, question: str, *, keep: bool, tp: int, port: int, json_mo
 
     with LocalHub() as hub:
         hub.publish(REPO, repository)
+        _own_environment(hub.endpoint)
+        flags = {"model.repo": REPO, "model.quant": QUANT, "serve.tp": tp, "serve.port": port or _free_port()}
+        session = Session.open(workdir=folder / "work", config=None, json_mode=json_mode, flags=flags)
         session.output.note(f"a tiny random GLM-5 model is on a hub at {hub.endpoint}")
-        os.environ["HF_ENDPOINT"] = hub.endpoint
         results = session.pipeline(ServeStage(on_ready=ask)).run()
     stages = [{"stage": r.name, "seconds": r.seconds, "what": str(r.outputs.get("summary", ""))} for r in results]
     session.output.result(

@@ -96,7 +96,7 @@ def serve(
     if dry_run:
         session.execute("serve", "serve", dry_run=True)
     elif print_unit or print_compose:
-        print_deployment(session, "compose" if print_compose else "unit")
+        print_deployment(session, "compose" if print_compose else "unit", config)
     elif detach:
         detach_server(session)
     else:

@@ -30,7 +30,21 @@ def detach_server(session: Session) -> None:
     session.output.note(f"glm5deploy logs -f --workdir {session.workdir} shows its log, glm5deploy stop ends it")
 
 
-def print_deployment(session: Session, kind: Literal["unit", "compose"]) -> None:
+def _settings_of_the_shell() -> tuple[tuple[str, str], ...]:
+    """The variables that the settings were read from; the key is no setting, and the work folder is an argument."""
+    from glm5deploy.config import ENVIRONMENT_PREFIX, SECTIONS
+
+    prefixes = tuple(f"{ENVIRONMENT_PREFIX}{section.upper()}_" for section in SECTIONS)
+    return tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(prefixes)))
+
+
+def _with_workdir(words: list[str], workdir: Path) -> list[str]:
+    """The work folder may have been named by a variable of this shell."""
+    named = any(word == "--workdir" or word.startswith("--workdir=") for word in words)
+    return words if named else [*words, "--workdir", str(workdir)]
+
+
+def print_deployment(session: Session, kind: Literal["unit", "compose"], config: Path | None = None) -> None:
     """Print this command as a systemd unit or a compose file."""
     import glm5deploy
     from glm5deploy.server.api_key import KEY_VARIABLE
@@ -43,7 +57,7 @@ def print_deployment(session: Session, kind: Literal["unit", "compose"]) -> None
     weights = read_model_facts(session.workdir / "model").weight_files if kind == "compose" else ()
     deployment = Deployment(
         program=str(Path(sys.executable).with_name("glm5deploy")),
-        arguments=(*before, *after),
+        arguments=(*_with_workdir(before, session.workdir), *after),
         directory=Path.cwd(),
         workdir=session.workdir,
         user=getpass.getuser(),
@@ -51,6 +65,8 @@ def print_deployment(session: Session, kind: Literal["unit", "compose"]) -> None
         gpus=serve.tp * serve.pp,
         stop_grace=STOP_GRACE,
         weights=tuple(dict.fromkeys(path.parent for path, _ in weights)),
+        config=config.absolute() if config is not None else None,
+        environment=_settings_of_the_shell(),
         key_file=serve.api_key_file,
         key_variable=serve.api_key_file is None and bool(os.environ.get(KEY_VARIABLE)),
     )

@@ -1,4 +1,4 @@
-"""``stop`` and ``logs``: the server that a work folder has running."""
+"""``stop`` and ``logs``: the server that a work folder has running. They read no settings: bad ones are no obstacle."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ from typing import Annotated
 
 import typer
 
-from glm5deploy.cli.options import DEFAULT_WORKDIR, ConfigOpt, JsonOpt, WorkdirOpt
-from glm5deploy.cli.session import Session
+from glm5deploy.cli.options import DEFAULT_WORKDIR, JsonOpt, WorkdirOpt
+from glm5deploy.cli.session import current_output
 
 
 def stop(
     patience: Annotated[float, typer.Option("--patience", min=0, help="Seconds before it is killed.")] = 60.0,
     workdir: WorkdirOpt = DEFAULT_WORKDIR,
-    config: ConfigOpt = None,
     json_mode: JsonOpt = False,
 ) -> None:
     """Stop the server and all of its processes. Nothing to stop is no error."""
     from glm5deploy.server.state import state_path
     from glm5deploy.server.stop import stop_server
 
-    session = Session.open(workdir=workdir, config=config, json_mode=json_mode)
-    stopped = stop_server(state_path(session.workdir), patience)
-    session.output.result(
+    output, workdir = current_output(json_mode=json_mode), workdir.expanduser().absolute()
+    stopped = stop_server(state_path(workdir), patience)
+    output.result(
         {"stopped": stopped is not None, "url": stopped.url if stopped else None},
-        f"{stopped.name} at {stopped.url} has stopped" if stopped else f"no server runs from {session.workdir}",
+        f"{stopped.name} at {stopped.url} has stopped" if stopped else f"no server runs from {workdir}",
     )
 
 
@@ -32,7 +31,6 @@ def logs(
     lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 50,
     following: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
     workdir: WorkdirOpt = DEFAULT_WORKDIR,
-    config: ConfigOpt = None,
     json_mode: JsonOpt = False,
 ) -> None:
     """Show the end of the server's log."""
@@ -42,15 +40,15 @@ def logs(
 
     if following and json_mode:
         raise UsageError("--json prints one object, --follow never ends")
-    session = Session.open(workdir=workdir, config=config, json_mode=json_mode)
-    log = Places.of(session.workdir).log
+    output = current_output(json_mode=json_mode)
+    log = Places.of(workdir.expanduser().absolute()).log
     text, position = last_lines(log, lines)
     if not following:
-        session.output.result({"log": str(log), "lines": text.splitlines()}, text.rstrip("\n"))
+        output.result({"log": str(log), "lines": text.splitlines()}, text.rstrip("\n"))
         return
-    session.output.piece(text)
+    output.piece(text)
     try:
         for added in follow(log, position):
-            session.output.piece(added)
+            output.piece(added)
     except KeyboardInterrupt:
         return

@@ -45,12 +45,15 @@ class StageEvents:
     def __init__(self, events: Events, stage: str) -> None:
         self._events = events
         self._stage = stage
+        self.changed = False
+        """Whether a checkpoint was reported: something on disk is no longer as it was."""
 
     def _emit(self, kind: Kind, message: str, data: Mapping[str, object], progress: Progress | None = None) -> None:
         self._events.emit(Event(self._stage, kind, message, dict(data), progress))
 
     def checkpoint(self, message: str, **data: object) -> None:
         """Something is durable now: a shard verified, a journal entry written, a file renamed."""
+        self.changed = True
         self._emit("checkpoint", message, data)
 
     def note(self, message: str, **data: object) -> None:

@@ -90,7 +90,7 @@ class Pipeline:
         except Blocked as blocked:
             raise DeployError(
                 f"{stage.name} needs {blocked.by}, which has not succeeded in {self.workdir}",
-                hint=f"glm5deploy run --until {stage.name}",
+                hint=f"glm5deploy run --until {stage.name} --workdir {self.workdir}",
             ) from None
         self.state.remove(stage.name)
         self._events.emit(Event(stage.name, "started"))
@@ -98,6 +98,9 @@ class Pipeline:
         try:
             outputs = stage.run(context)
         except BaseException as error:
+            earlier = records.get(stage.name)
+            if earlier is not None and not context.events.changed:
+                self.state.write(stage.name, earlier)  # refused before it touched anything: what there was still holds
             self._events.emit(Event(stage.name, "failed", str(error) or type(error).__name__))
             raise
         seconds = round(time.monotonic() - begun, 3)

@@ -30,6 +30,9 @@ class Deployment:
     gpus: int
     stop_grace: float
     weights: tuple[Path, ...] = ()
+    config: Path | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+    """Settings that were given as variables; none of them is a secret."""
     key_file: Path | None = None
     key_variable: bool = False
 
@@ -53,6 +56,7 @@ def systemd_unit(deployment: Deployment) -> str:
             "Type=exec",
             f"User={deployment.user}",
             f"WorkingDirectory={_systemd_path(deployment.directory)}",
+            *(f"Environment={_systemd_word(f'{name}={value}')}" for name, value in deployment.environment),
             *key,
             f"ExecStart={command}",
             "Restart=on-failure",
@@ -79,6 +83,8 @@ def compose_file(deployment: Deployment, source: Path | str) -> str:
     """
     mounts = [f"{deployment.workdir}:{deployment.workdir}"]
     mounts += [f"{path}:{path}:ro" for path in deployment.weights if not path.is_relative_to(deployment.workdir)]
+    if deployment.config is not None and not deployment.config.is_relative_to(deployment.workdir):
+        mounts.append(f"{deployment.config}:{deployment.config}:ro")
     arguments = [*deployment.arguments]
     service: dict[str, object] = {
         "build": _build(source),
@@ -89,6 +95,7 @@ def compose_file(deployment: Deployment, source: Path | str) -> str:
         "environment": [
             f"VLLM_CACHE_ROOT={deployment.workdir}/cache/vllm",  # compiled code outlives the container
             f"TRITON_CACHE_DIR={deployment.workdir}/cache/triton",
+            *(f"{name}={value}" for name, value in deployment.environment),
             # Taken over from the caller's environment.
             *([KEY_VARIABLE] if deployment.key_variable and deployment.key_file is None else []),
         ],

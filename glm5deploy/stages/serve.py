@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from glm5deploy.checks import require_no_failure
+from glm5deploy.checks import Check, require_no_failure
+from glm5deploy.files import changed_file
 from glm5deploy.pipeline.stage import Context, Json
 from glm5deploy.server.running import RunningServer
 from glm5deploy.stages.cluster import ClusterStart, cluster_checks, plan_cluster
@@ -126,7 +127,11 @@ def _preflight(context: Context, plan: ServePlan, cluster: ClusterStart | None) 
     from glm5deploy.server.leftover import wait_for_leftover
 
     wait_for_leftover(plan.places.state, plan.settings.stop_grace)
-    checks = [*plan.all_checks(remember=True), *(cluster_checks(cluster, plan) if cluster else ())]
+    checks = [
+        _check_weights(context),
+        *plan.all_checks(remember=True),
+        *(cluster_checks(cluster, plan) if cluster else ()),
+    ]
     for check in checks:
         if check.level == "warn":
             context.events.warning(f"{check.name}: {check.found} ({check.remedy})")
@@ -136,6 +141,21 @@ def _preflight(context: Context, plan: ServePlan, cluster: ClusterStart | None) 
         check = check_collectives(plan.ranks)
         require_no_failure([check])
         context.events.note(check.found)
+
+
+def _check_weights(context: Context) -> Check:
+    """Whether the weights are still those that were proved."""
+    served = context.require("patch").get("weights")
+    merged = context.outputs.get("merge", {}).get("files")
+    files = [facts for facts in merged if isinstance(facts, Mapping)] if isinstance(merged, list) else []
+    if served != [facts.get("path") for facts in files]:
+        return Check("weights", "ok", "named by hand, not recorded by merge")
+    changed = [reason for facts in files if (reason := changed_file(facts))]
+    if changed:
+        return Check(
+            "weights", "fail", "; ".join(changed), f"glm5deploy run --until install --workdir {context.workdir}"
+        )
+    return Check("weights", "ok", f"{len(files)} files as merge left them")
 
 
 def model_folder(context: Context) -> Path:

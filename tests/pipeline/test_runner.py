@@ -13,7 +13,7 @@ from glm5deploy.errors import DeployError, UsageError
 from glm5deploy.pipeline.events import Event, Events
 from glm5deploy.pipeline.lock import work_lock
 from glm5deploy.pipeline.runner import Pipeline
-from glm5deploy.pipeline.stage import Stage
+from glm5deploy.pipeline.stage import Context, Json, Stage
 from glm5deploy.pipeline.status import BlockedBy, Stale, UpToDate
 from tests.support.stages import AppendStage
 
@@ -101,7 +101,7 @@ def test_a_failure_leaves_no_success_and_keeps_earlier_ones(source: Path) -> Non
 def test_a_stage_whose_predecessor_never_ran_says_what_to_run(source: Path) -> None:
     with pytest.raises(DeployError, match="two needs one") as raised:
         pipeline(stages(source), source).run("two", "two")
-    assert raised.value.hint == "glm5deploy run --until two"
+    assert raised.value.hint == f"glm5deploy run --until two --workdir {source.parent / 'work'}"
 
 
 def test_ranges(source: Path) -> None:
@@ -229,3 +229,16 @@ def test_files_get_the_rights_of_the_umask_and_leftovers_go(source: Path) -> Non
         os.umask(before)
     assert (workdir / "three").stat().st_mode & 0o777 == 0o644
     assert not left.exists()
+
+
+def test_a_stage_that_is_refused_before_it_changes_anything_keeps_its_success(source: Path) -> None:
+    pipeline(stages(source), source).run()
+
+    class Refusing(AppendStage):
+        def run(self, context: Context) -> Json:
+            raise UsageError("no such thing")
+
+    refusing = [Refusing("one", str(source)), *stages(source)[1:]]
+    with pytest.raises(UsageError):
+        pipeline(refusing, source).run(force=True)
+    assert all(isinstance(s, UpToDate) for s in pipeline(stages(source), source).statuses().values())
