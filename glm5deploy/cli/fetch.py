@@ -71,7 +71,7 @@ def verify(
 
     session = Session.open(workdir=workdir, config=config, json_mode=json_mode, flags=model_flags(model))
     rows = verify_fetched(session.config, session.workdir, parallel=parallel, progress=session.output.progress)
-    damaged = [row for row in rows if row["verdict"] != "sound"]
+    damaged = [row for row in rows if row["verdict"] not in ("sound", "released")]
     session.output.result({"shards": rows, "damaged": len(damaged)})
     if damaged:
         session.output.note("hint: glm5deploy fetch --repair brings the damaged shards again")

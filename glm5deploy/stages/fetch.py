@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,14 +36,14 @@ class FetchStage:
 
     def stale_outputs(self, context: Context, outputs: Json) -> list[str]:
         from glm5deploy.hub.verify import is_verified
-        from glm5deploy.stages.released import is_released
+        from glm5deploy.stages.fetch_release import released_shards
 
         plan, folder = recorded_plan(context.config, context.workdir), destination(context.config, context.workdir)
         if plan is None or plan.commit != outputs.get("commit"):
             return ["the plan is gone or has changed"]
-        reasons = []
+        reasons, released = [], released_shards(context.workdir, folder, plan)
         for file, path in zip(plan.files, plan.paths(folder), strict=True):
-            if is_released(context, path):
+            if file.path in released:
                 continue  # merge --consume has taken it over
             reason = changed_file({"path": str(path), "size": file.size, "mtime_ns": _mtime(path)})
             if reason is None and not is_verified(folder, file):
@@ -54,38 +54,47 @@ class FetchStage:
     def plan(self, context: Context) -> Json:
         from glm5deploy.hub.disk import free_bytes
         from glm5deploy.hub.verify import shard_states
+        from glm5deploy.stages.fetch_release import bytes_for_merge
 
         folder = destination(context.config, context.workdir)
-        planned = self._planned(context)
-        states = shard_states(planned.plan, folder)
+        planned, released = self._planned(context)
+        wanted = _without(planned.plan, released)
+        states = {state.file.path: state for state in shard_states(wanted, folder)}
         return {
             "repository": f"{planned.plan.repo}@{planned.plan.commit}",
             "quantisation": planned.plan.label,
             "destination": str(folder),
             "total_bytes": planned.plan.size,
-            "missing_bytes": planned.plan.size - sum(state.present for state in states),
-            "merge_bytes": _bytes_for_merge(context, planned.plan),
+            "missing_bytes": wanted.size - sum(state.present for state in states.values()),
+            "merge_bytes": bytes_for_merge(context, folder, planned.plan, released),
             "free_bytes": free_bytes(folder),
             "notices": list(planned.notices),
-            "shards": [{"shard": s.file.path, "size": s.file.size, "state": s.state} for s in states],
+            "shards": [
+                {"shard": f.path, "size": f.size, "state": states[f.path].state if f.path in states else "released"}
+                for f in planned.plan.files
+            ],
         }
 
     def run(self, context: Context) -> Json:
-        from glm5deploy.hub.download import Download
+        from glm5deploy.hub.download import Download, folder_lock
         from glm5deploy.hub.faults import Policy
         from glm5deploy.hub.plan import write_plan
         from glm5deploy.hub.verify import verify
+        from glm5deploy.stages.fetch_release import bytes_for_merge
 
         settings, events = context.config.fetch, context.events
         folder = destination(context.config, context.workdir)
-        planned = self._planned(context)
+        planned, released = self._planned(context)
         for notice in planned.notices:
             events.warning(notice)
         plan = planned.plan
+        wanted = _without(plan, released)
         write_plan(plan, folder)
         events.checkpoint(f"{plan.repo}@{plan.commit[:12]} {plan.label}: {len(plan.files)} shards", commit=plan.commit)
         if self.repair:
-            for verdict in verify(plan, folder, progress=events.progress):
+            with folder_lock(folder):
+                verdicts = verify(wanted, folder, progress=events.progress)
+            for verdict in verdicts:
                 if verdict.problem:
                     events.warning(verdict.detail)
 
@@ -99,51 +108,65 @@ class FetchStage:
             stall_seconds=settings.stall_seconds,
             retries=settings.retries,
         )
-        paths = Download(
+        download = Download(
             _hub(context.config),
-            plan,
+            wanted,
             folder,
             policy,
             adopt=settings.adopt,
-            later_bytes=_bytes_for_merge(context, plan),
+            later_bytes=bytes_for_merge(context, folder, plan, released),
+            part=bool(released),
             progress=events.progress,
             note=events.note,
             proved=proved,
-        ).run()
-        hashes = [file.sha256 or "" for file in plan.files]
+        )
+        if wanted.files:
+            download.run()
+        gone = f", {len(released)} of them merged and released" if released else ""
         return {
             "repo": plan.repo,
             "commit": plan.commit,
             "quant": plan.label,
             "bytes": plan.size,
-            "files": [{**file_facts(path), "sha256": sha} for path, sha in zip(paths, hashes, strict=True)],
-            "summary": f"{plan.repo}@{plan.commit[:12]} {plan.label}: {len(paths)} shards, all hashes match",
+            "files": [{**_facts(folder, file, released), "sha256": file.sha256 or ""} for file in plan.files],
+            "summary": f"{plan.repo}@{plan.commit[:12]} {plan.label}: {len(plan.files)} shards, all hashes match{gone}",
         }
 
-    def _planned(self, context: Context) -> Planned:
+    def _planned(self, context: Context) -> tuple[Planned, frozenset[str]]:
+        """The plan, and which of its shards are released; refuses another commit while some of them are half so."""
         from glm5deploy.hub.plan import make_plan
+        from glm5deploy.stages.fetch_release import refuse_while_releasing, released_shards
 
         model = _model(context.config, context.workdir)
         folder = destination(context.config, context.workdir)
-        hub = _hub(context.config)
-        return make_plan(hub, model.repo, model.quant, folder, revision=model.revision, refresh=self.refresh)
+        if self.refresh:
+            refuse_while_releasing(context.workdir, folder)
+        hub, recorded = _hub(context.config), recorded_plan(context.config, context.workdir)
+        planned = make_plan(hub, model.repo, model.quant, folder, revision=model.revision, refresh=self.refresh)
+        if recorded is not None and recorded.commit != planned.plan.commit:
+            refuse_while_releasing(context.workdir, folder)
+        return planned, released_shards(context.workdir, folder, planned.plan)
 
 
 def verify_fetched(config: Config, workdir: Path, *, parallel: int | None, progress: ProgressSink) -> list[Json]:
-    """Hash every fetched shard; one row a shard with its problem ("" when it is sound).
+    """Hash every fetched shard; one row a shard with its verdict: sound, released, or what is wrong.
 
-    :raises DeployError: nothing was fetched into this work folder.
+    :raises DeployError: nothing was fetched into this work folder, or another process is fetching into it.
     """
+    from glm5deploy.hub.download import folder_lock
     from glm5deploy.hub.verify import verify
+    from glm5deploy.stages.fetch_release import released_shards
 
     folder, plan = destination(config, workdir), recorded_plan(config, workdir)
     if plan is None:
         raise DeployError(f"no plan is recorded in {folder}", hint="glm5deploy fetch REPO:QUANT")
-    verdicts = verify(plan, folder, parallel=parallel, progress=progress)
-    return [
-        {"shard": v.file.path, "size": v.file.size, "verdict": v.problem or "sound", "detail": v.detail}
-        for v in verdicts
-    ]
+    with folder_lock(folder):
+        released = released_shards(workdir, folder, plan)
+        verdicts = verify(_without(plan, released), folder, parallel=parallel, progress=progress)
+    said = {v.file.path: (v.problem or "sound", v.detail) for v in verdicts}
+    merged = ("released", "merged, and released as a file")
+    rows = [(file, *said.get(file.path, merged)) for file in plan.files]
+    return [{"shard": f.path, "size": f.size, "verdict": verdict, "detail": detail} for f, verdict, detail in rows]
 
 
 def wanted_model(config: Config, workdir: Path) -> ModelConfig | None:
@@ -187,21 +210,21 @@ def _hub(config: Config) -> Hub:
     return Hub(offline=config.fetch.local_files_only)
 
 
-def _bytes_for_merge(context: Context, plan: FetchPlan) -> int:
-    """Room that the merge will need on the file system of the shards."""
-    from glm5deploy.hub.disk import same_file_system
-
-    merge = context.config.merge
-    if merge.mode != "always" or len(plan.files) == 1:
-        return 0
-    output = merge.output or context.workdir
-    if not same_file_system(output, destination(context.config, context.workdir)):
-        return 0
-    return max(file.size for file in plan.files) if merge.consume else plan.size
-
-
 def _mtime(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
+
+
+def _without(plan: FetchPlan, released: frozenset[str]) -> FetchPlan:
+    return replace(plan, files=tuple(file for file in plan.files if file.path not in released))
+
+
+def _facts(folder: Path, file: RemoteFile, released: frozenset[str]) -> Json:
+    """Of a released shard, what was recorded when it was proved."""
+    from glm5deploy.hub.verify import proved_mtime
+
+    if file.path not in released:
+        return file_facts(folder / file.path)
+    return {"path": str(folder / file.path), "size": file.size, "mtime_ns": proved_mtime(folder, file)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from glm5deploy.cli.fetch import fetch, verify
 from glm5deploy.config import Config, load_config
 from glm5deploy.errors import DeployError, DiskFullError, UsageError
 from glm5deploy.hub import disk
+from glm5deploy.hub.download import folder_lock
 from glm5deploy.pipeline.events import Event, Events
 from glm5deploy.pipeline.runner import Pipeline
 from glm5deploy.pipeline.status import Stale, UpToDate
-from glm5deploy.stages.fetch import FetchStage
+from glm5deploy.stages.fetch import FetchStage, verify_fetched
+from glm5deploy.stages.merge import MergeStage
 from tests.support.data import SET_A, tiny_glm5
 from tests.support.faulty_hub import FaultyHub
 from tests.support.shard_sets import write_set
@@ -232,7 +235,94 @@ def test_command_errors_have_exit_codes(hub: FaultyHub, tmp_path: Path) -> None:
 
 
 def test_verify_without_a_plan(tmp_path: Path) -> None:
-    from glm5deploy.stages.fetch import verify_fetched
-
     with pytest.raises(DeployError, match="no plan is recorded"):
+        verify_fetched(settings(), tmp_path, parallel=None, progress=lambda _: None)
+
+
+def with_merge(workdir: Path, config: Config, sink: Callable[[Event], None] | None = None, **options: bool) -> Pipeline:
+    return Pipeline([FetchStage(**options), MergeStage()], workdir, config, Events(*([sink] if sink else [])))
+
+
+CONSUMING = {"merge__mode": "always", "merge__consume": True}
+
+
+def test_released_shards_are_neither_missing_nor_damaged(hub: FaultyHub, tmp_path: Path) -> None:
+    config = settings(**CONSUMING)
+    line = with_merge(tmp_path, config)
+    before = line.run()[0].outputs
+    assert list((tmp_path / "shards").rglob("*.gguf")) == []
+    served = hub.served["bytes"]
+    rows = verify_fetched(config, tmp_path, parallel=None, progress=lambda _: None)
+    assert [row["verdict"] for row in rows] == ["released"] * 4
+    assert run_command(verify, "--workdir", str(tmp_path), f"{REPO}:{QUANT}").exit_code == 0
+    plan = line.plans()[0].plan
+    assert plan is not None
+    assert (plan["missing_bytes"], plan["merge_bytes"]) == (0, 0)
+    assert [row["state"] for row in plan["shards"]] == ["released"] * 4  # type: ignore[attr-defined]
+    for options in ({}, {"repair": True}):
+        (again,) = with_merge(tmp_path, config, **options).run("fetch", "fetch", force=True)
+        assert again.outputs["files"] == before["files"]
+        assert "4 of them merged and released" in str(again.outputs["summary"])
+    shutil.rmtree(tmp_path / ".glm5deploy")
+    with_merge(tmp_path, config).run("fetch", "fetch")
+    assert hub.served["bytes"] == served
+
+
+def test_a_new_commit_is_fetched_whole_although_the_old_shards_were_released(hub: FaultyHub, tmp_path: Path) -> None:
+    """Same names, same sizes; one shard even has the same content."""
+    config = settings(**CONSUMING)
+    write_set(tmp_path / "old" / QUANT, "m", [1000, 2000, 3000])
+    hub.publish(REPO, tmp_path / "old")
+    with_merge(tmp_path / "work", config).run()
+    assert list((tmp_path / "work" / "shards").rglob("*.gguf")) == []
+    shards = write_set(tmp_path / "new" / QUANT, "m", [1000, 2000, 3000], seed=1)
+    shutil.copy(tmp_path / "old" / QUANT / shards[1].name, shards[1])
+    hub.publish(REPO, tmp_path / "new")
+    with_merge(tmp_path / "work", config, refresh=True).run("fetch", "fetch", force=True)
+    fetched = sorted((tmp_path / "work" / "shards").rglob("*.gguf"))
+    assert [path.read_bytes() for path in fetched] == [path.read_bytes() for path in shards]
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_no_other_commit_comes_in_place_of_half_released_shards(hub: FaultyHub, tmp_path: Path) -> None:
+    config = settings(**CONSUMING)
+
+    def interrupt(event: Event) -> None:
+        if event.stage == "merge" and event.kind == "checkpoint":
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        with_merge(tmp_path / "work", config, interrupt).run()
+    (journal,) = (tmp_path / "work" / "merged").glob("*.journal")
+    write_set(tmp_path / "newer" / QUANT, "m", [1000, 2000])
+    new = hub.publish(REPO, tmp_path / "newer")
+    other = settings(**CONSUMING, model__revision=new)
+    for line in (with_merge(tmp_path / "work", config, refresh=True), with_merge(tmp_path / "work", other)):
+        with pytest.raises(UsageError, match="partly released") as error:
+            line.run("fetch", "fetch", force=True)
+        assert str(journal) in (error.value.hint or "")
+    with_merge(tmp_path / "work", config).run()
+    assert not journal.exists()
+    with_merge(tmp_path / "work", config, refresh=True).run("fetch", "fetch", force=True)
+
+
+def test_room_that_an_interrupted_merge_has_reserved_counts_once(hub: FaultyHub, tmp_path: Path) -> None:
+    line = pipeline(tmp_path, settings(merge__mode="always"))
+    partial = tmp_path / "merged" / "GLM-tiny-A-UD-Q4_K_XL.gguf.partial"
+    partial.parent.mkdir()
+    with partial.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 10_000_000)
+    plan = line.plans()[0].plan
+    assert plan is not None
+    assert plan["merge_bytes"] == 18_273_216 - partial.stat().st_blocks * 512
+    assert int(str(plan["merge_bytes"])) < 8_300_000
+
+
+def test_verify_waits_for_no_fetch_and_disturbs_none(hub: FaultyHub, tmp_path: Path) -> None:
+    pipeline(tmp_path, settings()).run()
+    folder = tmp_path / "shards" / REPO.replace("/", "--")
+    with folder_lock(folder), pytest.raises(DeployError, match="another process is fetching"):
         verify_fetched(settings(), tmp_path, parallel=None, progress=lambda _: None)
