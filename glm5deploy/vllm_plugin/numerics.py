@@ -1,7 +1,9 @@
 """The backend against plain float64 arithmetic on this machine, through the very methods that vLLM calls.
 
-Three requests of different stages (a whole prompt, the end of a longer one, a single decoded token) share paged caches
-whose blocks lie scattered, with another layer's memory between them and NaN wherever nothing was written.
+Three requests share paged caches whose blocks lie scattered, with another layer's memory between them and NaN wherever
+nothing was written. One step has them at different stages (a whole prompt, the end of a longer one, a single decoded
+token), which a GPU scores over gathered keys; in two more all of them decode, one token or three at a time, which it
+scores over the paged cache.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ from typing import Any
 import torch
 
 from glm5deploy.errors import DeployError
-from glm5deploy.kernels.layout import INDEX_DIM, INDEX_KEY_BYTES, LATENT_DIM, QK_DIM
-from glm5deploy.kernels.reference import quantise_fp8, store_index_keys
+from glm5deploy.kernels.layout import INDEX_DIM, INDEX_KEY_BYTES, LATENT_DIM, PACKED_ROW_BYTES, QK_DIM
+from glm5deploy.kernels.reference import pack_fp8_ds_mla, quantise_fp8, store_index_keys, unpack_fp8_ds_mla
+from glm5deploy.vllm_plugin import PACKED
 
 HEADS, INDEX_HEADS, TOPK, BLOCK = 4, 32, 64, 64
-CONTEXTS, QUERIES = (70, 300, 200), (70, 5, 1)
+CONTEXTS = (70, 300, 200)
+MIXED = (70, 5, 1)
+DECODES = ((1, 1, 1), (3, 3, 3))
 _SCALE = 256**-0.5
 _HINT = "Do not serve with it: answers would be wrong. Report versions and device of this report."
 # Relative root mean square error of attention. Scores nearer than this, in units of the row's spread, may tie.
@@ -30,6 +35,7 @@ class Case:
 
     metadata: Any
     latent_cache: torch.Tensor
+    packed_cache: torch.Tensor
     index_cache: torch.Tensor
     latent: torch.Tensor  # [positions of all requests, 576]
     keys: torch.Tensor  # [positions of all requests, 128]
@@ -44,25 +50,36 @@ def check() -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     device = torch.device(current_platform.device_type)
-    case = make_case(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
-    selected = _select(case)
-    wrong = selection_errors(case, selected)
-    if wrong:
-        raise DeployError(f"the indexer's selection differs from the reference in {wrong} rows", hint=_HINT)
-    error = attention_error(case, selected, _attend(case, selected))
-    if not error <= ATTENTION_ERROR[case.q.dtype]:
-        raise DeployError(f"attention is off by {error:.1e}, allowed {ATTENTION_ERROR[case.q.dtype]:.0e}", hint=_HINT)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    rows, errors, packed_errors = 0, [], []
+    for queries in (MIXED, *DECODES):
+        case = make_case(device, dtype, queries)
+        selected = _select(case)
+        wrong = selection_errors(case, selected)
+        if wrong:
+            raise DeployError(f"the indexer's selection differs from the reference in {wrong} rows", hint=_HINT)
+        rows += len(selected)
+        errors.append(attention_error(case, case.latent, selected, _attend(case, selected, case.latent_cache, "auto")))
+        if device.type == "cuda":
+            stored = unpack_fp8_ds_mla(pack_fp8_ds_mla(case.latent))
+            out = _attend(case, selected, case.packed_cache, PACKED)
+            packed_errors.append(attention_error(case, stored, selected, out))
+    # Not max(): of NaN it may give any other error.
+    for error in (*errors, *packed_errors):
+        if not error <= ATTENTION_ERROR[dtype]:
+            raise DeployError(f"attention is off by {error:.1e}, allowed {ATTENTION_ERROR[dtype]:.0e}", hint=_HINT)
     return {
-        "rows": len(selected),
-        "selection errors": wrong,
-        "attention error": error,
-        "dtype": str(case.q.dtype).removeprefix("torch."),
+        "rows": rows,
+        "selection errors": 0,
+        "attention error": max(errors),
+        **({"packed attention error": max(packed_errors)} if packed_errors else {}),
+        "dtype": str(dtype).removeprefix("torch."),
     }
 
 
-def make_case(device: torch.device, dtype: torch.dtype) -> Case:
-    """Random inputs from a fixed seed, the same on every machine."""
-    from glm5deploy.vllm_plugin.metadata import SparseMetadata
+def make_case(device: torch.device, dtype: torch.dtype, queries: tuple[int, ...] = MIXED) -> Case:
+    """Random inputs from a fixed seed, the same on every machine; ``queries`` tokens of each request in this step."""
+    from glm5deploy.vllm_plugin.metadata import SparseMetadata, plan_scores
 
     generator = torch.Generator().manual_seed(42)
 
@@ -77,16 +94,16 @@ def make_case(device: torch.device, dtype: torch.dtype) -> Case:
     position = torch.cat([torch.arange(context) for context in CONTEXTS])
     request = torch.repeat_interleave(torch.arange(len(CONTEXTS)), torch.tensor(CONTEXTS))
     slots = table[request, position // BLOCK].long() * BLOCK + position % BLOCK
-    queried = torch.cat([torch.arange(c - n, c) for c, n in zip(CONTEXTS, QUERIES, strict=True)])
-    starts = torch.tensor([0, *QUERIES]).cumsum(0)
-    of_token = torch.repeat_interleave(torch.arange(len(QUERIES)), torch.tensor(QUERIES))
+    queried = torch.cat([torch.arange(c - n, c) for c, n in zip(CONTEXTS, queries, strict=True)])
+    starts = torch.tensor([0, *queries]).cumsum(0)
+    of_token = torch.repeat_interleave(torch.arange(len(queries)), torch.tensor(queries))
     tokens, total = int(starts[-1]), 2 * sum(per_request)
-    stored = torch.cat([torch.arange(sum(CONTEXTS[:r]), sum(CONTEXTS[: r + 1]))[-n:] for r, n in enumerate(QUERIES)])
+    stored = torch.cat([torch.arange(sum(CONTEXTS[:r]), sum(CONTEXTS[: r + 1]))[-n:] for r, n in enumerate(queries)])
     spans = tuple(zip(starts[:-1].tolist(), starts[1:].tolist(), CONTEXTS, strict=True))
     metadata = SparseMetadata(
         num_reqs=len(CONTEXTS),
         num_actual_tokens=tokens,
-        max_query_len=max(QUERIES),
+        max_query_len=max(queries),
         max_seq_len=max(CONTEXTS),
         query_start_loc=starts.int().to(device),
         seq_lens=torch.tensor(CONTEXTS, dtype=torch.int32, device=device),
@@ -98,13 +115,20 @@ def make_case(device: torch.device, dtype: torch.dtype) -> Case:
         num_decodes=len(CONTEXTS),
         num_decode_tokens=tokens,
     )
+    if queries in DECODES:
+        metadata.scored_decodes, metadata.scored_rows = len(CONTEXTS), tokens
     if device.type == "cuda":
-        _prepare_gpu(metadata, starts.tolist(), device, dtype)
+        _reserve(tokens, device, dtype)
+    first = metadata.scored_decodes
+    metadata.chunks = plan_scores(metadata, starts.tolist(), list(CONTEXTS), first, max(CONTEXTS), TOPK)
     latent = torch.full((total, 2, BLOCK, QK_DIM), torch.nan, dtype=dtype, device=device)[:, 0]
+    # 0xFF is NaN as e4m3, as bf16 and as fp32.
+    packed = torch.full((total, 2, BLOCK, PACKED_ROW_BYTES), 0xFF, dtype=torch.uint8, device=device)[:, 0]
     index = torch.full((total, 2, BLOCK, INDEX_KEY_BYTES), 0x7F, dtype=torch.uint8, device=device)[:, 1]
     return Case(
         metadata=metadata,
         latent_cache=latent,
+        packed_cache=packed,
         index_cache=index,
         latent=random(len(position), QK_DIM),
         keys=random(len(position), INDEX_DIM),
@@ -115,15 +139,12 @@ def make_case(device: torch.device, dtype: torch.dtype) -> Case:
     )
 
 
-def _prepare_gpu(metadata: Any, starts: list[int], device: torch.device, dtype: torch.dtype) -> None:
-    """What the model and the metadata builder do in an engine: scratch memory, and the plan of the scores."""
+def _reserve(tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+    """The scratch memory, as the model makes it in an engine."""
     from glm5deploy.kernels.warmup import Serving
     from glm5deploy.vllm_plugin.device import reserve
-    from glm5deploy.vllm_plugin.metadata import plan_scores
 
-    tokens, longest = starts[-1], max(CONTEXTS)
     reserve(Serving(HEADS, INDEX_HEADS, TOPK, tokens, sum(CONTEXTS), BLOCK, packed=False, dtype=dtype), device)
-    metadata.chunks = plan_scores(metadata, starts, list(CONTEXTS), 0, longest, TOPK)
 
 
 def _select(case: Case) -> torch.Tensor:
@@ -131,23 +152,26 @@ def _select(case: Case) -> torch.Tensor:
 
     store_index_keys(case.index_cache, case.keys, case.slots)
     values, scale = quantise_fp8(case.q_index)
+    if values.is_cuda:
+        from glm5deploy.vllm_plugin.device import scratch
+
+        values = values.to(scratch(values.device).query.dtype)  # 16 bits where no product takes e4m3
     selected = torch.full((len(case.q), TOPK), -1, dtype=torch.int32, device=case.q.device)
     select(values, case.weights * scale, case.index_cache, case.metadata, selected, TOPK)
     return selected
 
 
-def _attend(case: Case, selected: torch.Tensor) -> torch.Tensor:
+def _attend(case: Case, selected: torch.Tensor, cache: torch.Tensor, cache_dtype: str) -> torch.Tensor:
     from glm5deploy.vllm_plugin.attention import Glm5SparseImpl
 
     impl = Glm5SparseImpl(
-        HEADS, QK_DIM, _SCALE, 1, None, None, "auto", None, "decoder", None, selected, None, kv_lora_rank=LATENT_DIM
+        *(HEADS, QK_DIM, _SCALE, 1, None, None, cache_dtype, None, "decoder", None, selected),
+        kv_lora_rank=LATENT_DIM,
     )
     scale = torch.ones((), device=case.q.device)
     latent, rope = case.latent.split([LATENT_DIM, QK_DIM - LATENT_DIM], dim=-1)
-    impl.do_kv_cache_update(latent, rope.unsqueeze(1), case.latent_cache, case.slots, "auto", scale)
-    out, _ = impl.forward_mqa(
-        case.q.split([LATENT_DIM, QK_DIM - LATENT_DIM], dim=-1), case.latent_cache, case.metadata, None
-    )
+    impl.do_kv_cache_update(latent, rope.unsqueeze(1), cache, case.slots, cache_dtype, scale)
+    out, _ = impl.forward_mqa(case.q.split([LATENT_DIM, QK_DIM - LATENT_DIM], dim=-1), cache, case.metadata, None)
     return out
 
 
@@ -185,12 +209,15 @@ def _is_best(scores: torch.Tensor, row: torch.Tensor) -> bool:
     return bool(scores[rest].max() - scores[chosen].min() <= TIE * scores.std())
 
 
-def attention_error(case: Case, selected: torch.Tensor, out: torch.Tensor) -> float:
-    """Root mean square error of ``out`` [T, H, 512], relative to float64 attention over ``selected``; NaN counts."""
+def attention_error(case: Case, latent: torch.Tensor, selected: torch.Tensor, out: torch.Tensor) -> float:
+    """Root mean square error of ``out`` [T, H, 512], relative to float64 attention over ``selected``; NaN counts.
+
+    ``latent`` [positions of all requests, 576] is what the cache holds of ``case.latent``.
+    """
     expected = torch.empty(out.shape, dtype=torch.float64, device=out.device)
     for row in range(len(selected)):
         chosen = selected[row][selected[row] >= 0].long()
-        rows = case.latent[_positions(case, row)][chosen].double()
+        rows = latent[_positions(case, row)][chosen].double()
         weights = torch.softmax(case.q[row].double() @ rows.T * _SCALE, dim=-1)
         expected[row] = weights @ rows[:, :LATENT_DIM]
     return float((out.double() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())

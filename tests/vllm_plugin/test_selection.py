@@ -17,8 +17,16 @@ CPU = torch.device("cpu")
 
 def test_figures_of_this_machine() -> None:
     figures = numerics.check()
-    assert figures["rows"] == sum(numerics.QUERIES)
+    assert figures["rows"] == sum(numerics.MIXED) + sum(map(sum, numerics.DECODES)) == 88
     assert figures["selection errors"] == 0
+
+
+def test_the_figures_cover_both_ways_that_a_gpu_scores() -> None:
+    """Chunks of gathered keys, and the paged cache with one token a request and with several."""
+    planned = [numerics.make_case(CPU, torch.float32, q).metadata for q in (numerics.MIXED, *numerics.DECODES)]
+    assert [(m.scored_decodes, m.scored_rows) for m in planned] == [(0, 0), (3, 3), (3, 9)]
+    assert [any(p.chunk.scored for p in m.chunks) for m in planned] == [True, False, False]
+    assert all(m.max_seq_len > numerics.TOPK for m in planned)
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
