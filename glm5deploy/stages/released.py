@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glm5deploy.files import read_json, write_json
-from glm5deploy.pipeline.stage import Context
 
 MERGED = "merged"
 _NAME = "released.json"
@@ -55,9 +54,3 @@ def is_released_in(workdir: Path, shard: Path, sha256: str) -> bool:
     """
     release = release_of(workdir)
     return release is not None and release.shards.get(shard) == sha256 and not shard.exists()
-
-
-def is_released(context: Context, shard: Path) -> bool:
-    """:func:`is_released_in` whatever the shard's content was."""
-    release = release_of(context.workdir)
-    return release is not None and shard in release.shards and not shard.exists()
