@@ -30,7 +30,12 @@ def fetch(
     ] = None,
     adopt: Annotated[
         Path | None,
-        typer.Option("--from", help="Take over shards with the right hash from this folder (a hub cache works)."),
+        typer.Option(
+            "--from",
+            exists=True,
+            file_okay=False,
+            help="Take over shards with the right hash from this folder (a hub cache works).",
+        ),
     ] = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Follow the branch if it has moved.")] = False,
     repair: Annotated[bool, typer.Option("--repair", help="Hash all shards, and fetch the damaged ones anew.")] = False,

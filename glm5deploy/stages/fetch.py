@@ -41,6 +41,10 @@ class FetchStage:
         plan, folder = recorded_plan(context.config, context.workdir), destination(context.config, context.workdir)
         if plan is None or plan.commit != outputs.get("commit"):
             return ["the plan is gone or has changed"]
+        recorded = outputs["files"]
+        named = [facts.get("path") for facts in recorded] if isinstance(recorded, list) else []
+        if named != [str(path) for path in plan.paths(folder)]:
+            return ["the work folder was moved or copied"]
         reasons, released = [], released_shards(context.workdir, folder, plan)
         for file, path in zip(plan.files, plan.paths(folder), strict=True):
             if file.path in released:

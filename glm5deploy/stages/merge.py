@@ -39,7 +39,7 @@ class MergeStage:
         return {
             "shards": hashlib.sha256(json.dumps(shards).encode()).hexdigest(),
             "mode": context.config.merge.mode,
-            "output": str(context.config.merge.output or ""),
+            "output": str(_output(context)),
         }
 
     def stale_outputs(self, context: Context, outputs: Json) -> list[str]:

@@ -326,3 +326,21 @@ def test_verify_waits_for_no_fetch_and_disturbs_none(hub: FaultyHub, tmp_path: P
     folder = tmp_path / "shards" / REPO.replace("/", "--")
     with folder_lock(folder), pytest.raises(DeployError, match="another process is fetching"):
         verify_fetched(settings(), tmp_path, parallel=None, progress=lambda _: None)
+
+
+def test_a_moved_folder_is_stale_until_its_files_are_proved_where_they_are(hub: FaultyHub, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    pipeline(first, settings()).run()
+    first.rename(second)
+    line = pipeline(second, settings())
+    assert line.statuses()["fetch"] == Stale(("the work folder was moved or copied",))
+    (result,) = line.run()
+    files = result.outputs["files"]
+    assert isinstance(files, list)
+    assert all(str(facts["path"]).startswith(str(second)) for facts in files)
+    assert hub.served["bytes"] < 2 * sum(int(facts["size"]) for facts in files)
+
+
+def test_a_mistyped_folder_to_take_over_is_wrong_usage(tmp_path: Path) -> None:
+    result = run_command(fetch, "a/b:Q", "--from", str(tmp_path / "none"), "--workdir", str(tmp_path))
+    assert result.exit_code == 2
