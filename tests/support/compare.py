@@ -18,8 +18,11 @@ LOGPROB_MEDIAN = {"float32": (0.03, 0.03), "bfloat16": (0.15, 0.20)}
 LONG_PROMPT = 300
 # Selected positions that are not the reference's, of 64, averaged over layers and positions.
 SELECTED_MEAN = 2.0
-# A greedy step is comparable while the expected choice leads by this much.
-GREEDY_MARGIN = 0.5
+# A greedy step is comparable while the expected choice leads by this much, by the served type.
+GREEDY_MARGIN = {"float32": 0.5, "bfloat16": 1.0}
+# Median |difference| of a decode step's log-probabilities from those of the same position in a prompt, by type: in
+# bf16 both are as far from the reference as LOGPROB_MEDIAN allows, and not in the same direction.
+DECODE_MEDIAN = {"float32": 0.03, "bfloat16": 0.25}
 # Relative root mean square error of tensors, by type.
 TENSOR_RMS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 
@@ -48,9 +51,18 @@ def selected_difference(reference: Reference, served: Mapping[tuple[int, int], f
     return mean(len(served[key] - expected) for key, expected in reference.selected.items())
 
 
-def comparable_steps(reference: Reference) -> int:
+def comparable_steps(reference: Reference, dtype: str = "float32") -> int:
     """Greedy steps before the first that rounding may decide otherwise."""
-    return next((i for i, m in enumerate(reference.margins) if m < GREEDY_MARGIN), len(reference.margins))
+    return next((i for i, m in enumerate(reference.margins) if m < GREEDY_MARGIN[dtype]), len(reference.margins))
+
+
+def decode_median(decoded: Mapping[int, Mapping[int, float]], prompted: Mapping[int, Mapping[int, float]]) -> float:
+    """Median |difference| of the top 20 at the positions of both: decoded step by step, and as parts of a prompt."""
+    positions = decoded.keys() & prompted.keys()
+    assert positions, "no position was both decoded and part of a prompt"
+    return median(
+        d for position in positions for d in logprob_differences([*decoded[position].items()], prompted[position])
+    )
 
 
 def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:

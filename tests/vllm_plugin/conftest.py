@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from glm5deploy.gguf_files.copy import merge
+from tests.support.compare import decode_median
 from tests.support.engine import Answer, Engine, engine
 from tests.support.folders import write_folder_of
 from tests.support.goldens import PROMPTS, SETS, prompts
@@ -37,9 +38,13 @@ class Run:
 
 @dataclass
 class Recording:
-    """What a server answered to every prompt, one after the other, and what its indexer selected."""
+    """What a server answered to every prompt, one after the other, and what its indexer selected.
+
+    ``prompted`` are the prompts with the tokens that were decoded after them, now all of it a prompt.
+    """
 
     answers: dict[str, Answer] = field(default_factory=dict)
+    prompted: dict[str, Answer] = field(default_factory=dict)
     selections: dict[str, list[dict[tuple[int, int], frozenset[int]]]] = field(default_factory=dict)
     counts: dict[str, Any] = field(default_factory=dict)
 
@@ -89,5 +94,16 @@ def record_prompts(served: Engine, tp: int) -> Recording:
         served.clear_trace()
         result.answers[name] = served.complete(prompts()[name].ids, tokens=STEPS)
         result.selections[name] = [served.selections(rank) for rank in range(tp)]
+        result.prompted[name] = served.complete(prompts()[name].ids + result.answers[name].ids, tokens=1)
     result.counts = {file.name: json.loads(file.read_text()) for file in served.status.glob("*.json")}
     return result
+
+
+def decode_medians(record: Recording) -> dict[str, float]:
+    """:func:`decode_median` of every prompt; the first token is left out, as the prompt's own prefill gave it."""
+    found = {}
+    for name in PROMPTS:
+        length = len(prompts()[name].ids)
+        decoded = {position: top for position, top in record.answers[name].top.items() if position >= length}
+        found[name] = decode_median(decoded, record.prompted[name].top)
+    return found

@@ -19,10 +19,16 @@ from typing import Any
 
 import pytest
 
-from tests.support.compare import logprob_limit, logprob_median, selected_difference
+from tests.support.compare import (
+    DECODE_MEDIAN,
+    comparable_steps,
+    logprob_limit,
+    logprob_median,
+    selected_difference,
+)
 from tests.support.engine import Engine, engine
 from tests.support.goldens import PROMPTS, prompts, references
-from tests.vllm_plugin.conftest import Recording, Run, record_prompts
+from tests.vllm_plugin.conftest import Recording, Run, decode_medians, record_prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -122,6 +128,23 @@ def _together(served: Engine) -> list[list[int]]:
         return list(answers)
 
 
+def check_greedy(run: GpuRun, result: Result) -> None:
+    """Tokens are the reference's as long as it is sure of them."""
+    assert result.record is not None, result.failure
+    for name, reference in references(run.run.key, run.expected).items():
+        ids = result.record.answers[name].ids
+        steps = min(comparable_steps(reference, run.run.dtype), len(ids))
+        assert ids[:steps] == reference.greedy[:steps], name
+
+
+def check_decoding(run: GpuRun, result: Result) -> None:
+    """A decode step's log-probabilities are those that the same tokens have as parts of a prompt."""
+    assert result.record is not None, result.failure
+    found = {name: round(median, 4) for name, median in decode_medians(result.record).items()}
+    print(f"{run.name}: decoded against prompted {found}")
+    assert all(value <= DECODE_MEDIAN[run.run.dtype] for value in found.values()), found
+
+
 def _record(results: dict[str, Result], run: GpuRun) -> Recording:
     result = results[run.name]
     assert result.record is not None, result.failure
@@ -150,6 +173,16 @@ def test_selections_are_near_the_reference(run: GpuRun, results: dict[str, Resul
     }
     print(f"{run.name}: of {topk} positions differ {averages}")
     assert all(average <= topk / 10 for average in averages.values()), averages
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
+def test_greedy_tokens_match_where_the_reference_is_sure(run: GpuRun, results: dict[str, Result]) -> None:
+    check_greedy(run, results[run.name])
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
+def test_decode_steps_give_what_a_prompt_gives(run: GpuRun, results: dict[str, Result]) -> None:
+    check_decoding(run, results[run.name])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)

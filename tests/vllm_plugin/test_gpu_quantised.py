@@ -18,7 +18,7 @@ from tests.quants.blocks import random_rows
 from tests.support.compare import logprob_limit, logprob_median, relative_rms, selected_difference
 from tests.support.goldens import PROMPTS, prompts, references
 from tests.vllm_plugin.conftest import Run
-from tests.vllm_plugin.test_gpu import GpuRun, Result, _record, _serve, bf16
+from tests.vllm_plugin.test_gpu import GpuRun, Result, _record, _serve, bf16, check_decoding, check_greedy
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +64,16 @@ def test_selections_are_near_the_reference(run: GpuRun, servers: dict[str, Resul
     }
     print(f"{run.name}: of 64 positions differ {averages}")
     assert all(average <= 64 / 10 for average in averages.values()), averages
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
+def test_greedy_tokens_match_where_the_reference_is_sure(run: GpuRun, servers: dict[str, Result]) -> None:
+    check_greedy(run, servers[run.name])
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
+def test_decode_steps_give_what_a_prompt_gives(run: GpuRun, servers: dict[str, Result]) -> None:
+    check_decoding(run, servers[run.name])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.compare import (
+    DECODE_MEDIAN,
     SELECTED_MEAN,
     comparable_steps,
     logprob_limit,
@@ -14,7 +15,7 @@ from tests.support.compare import (
     selected_difference,
 )
 from tests.support.goldens import PROMPTS, SETS, prompts, references
-from tests.vllm_plugin.conftest import Recording, Run
+from tests.vllm_plugin.conftest import Recording, Run, decode_medians
 
 # Layouts alternate over ranks; that both hold the same numbers is proven bit for bit in test_weights.py.
 FP32 = (
@@ -59,6 +60,12 @@ def test_greedy_tokens_match_where_the_reference_is_sure(run: Run, recording: Ca
     for name, reference in references(run.key).items():
         steps = min(comparable_steps(reference), len(answers[name].ids))
         assert answers[name].ids[:steps] == reference.greedy[:steps], name
+
+
+@pytest.mark.parametrize("run", FP32 + BF16, ids=str)
+def test_decode_steps_give_what_a_prompt_gives(run: Run, recording: Callable[[Run], Recording]) -> None:
+    medians = decode_medians(recording(run))
+    assert all(median <= DECODE_MEDIAN[run.dtype] for median in medians.values()), medians
 
 
 @pytest.mark.parametrize("run", FP32 + BF16, ids=str)
