@@ -75,12 +75,8 @@ def _free_port() -> int:
 
 def _run(folder: Path, question: str, *, keep: bool, tp: int, port: int | None, json_mode: bool) -> None:
     from glm5deploy.demo.local_hub import LocalHub
-    from glm5deploy.demo.tiny_model import QUANT, write_tiny_model
-    from glm5deploy.stages.serve import ServeStage
 
     begun = time.monotonic()
-    repository = folder / "hub" / REPO
-    write_tiny_model(repository)
     answers: list[str] = []
 
     def ask(server: ServerInfo) -> None:
@@ -91,8 +87,14 @@ def _run(folder: Path, question: str, *, keep: bool, tp: int, port: int | None, 
             server.wait()
 
     with LocalHub() as hub:
-        hub.publish(REPO, repository)
         _own_environment(hub.endpoint)
+        # Only now: these import huggingface_hub, which reads its variables once.
+        from glm5deploy.demo.tiny_model import QUANT, write_tiny_model
+        from glm5deploy.stages.serve import ServeStage
+
+        repository = folder / "hub" / REPO
+        write_tiny_model(repository)
+        hub.publish(REPO, repository)
         flags = {"model.repo": REPO, "model.quant": QUANT, "serve.tp": tp, "serve.port": port or _free_port()}
         session = Session.open(workdir=folder / "work", config=None, json_mode=json_mode, flags=flags)
         session.output.note(f"a tiny random GLM-5 model is on a hub at {hub.endpoint}")
