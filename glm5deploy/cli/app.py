@@ -9,6 +9,7 @@ import errno
 import functools
 import os
 import signal
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -113,7 +114,15 @@ for _command in (
 def main() -> None:
     """Console entry point. SIGTERM is handled like Ctrl-C, so that a stage can stop cleanly."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    app(prog_name="glm5deploy")
+    if "--json" not in sys.argv:
+        app(prog_name="glm5deploy")
+        return
+    # Typer words a mistyped option for people; a program that asked for JSON gets its one object all the same.
+    try:
+        sys.exit(app(prog_name="glm5deploy", standalone_mode=False))
+    except typer.TyperException as error:
+        current_output(json_mode=True).error(error.format_message(), "see glm5deploy --help", error.exit_code)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -57,6 +58,9 @@ def bench(
     from glm5deploy.server.bench_record import BenchRecord, compare_rates, read_record
     from glm5deploy.server.bench_request import BenchTarget
 
+    for file in (save, plot):
+        if file is not None:
+            require_writable(file)
     if plot is not None:
         require_matplotlib()
     earlier = read_record(compare) if compare is not None else None
@@ -96,6 +100,13 @@ def parse_counts(text: str, option: str) -> tuple[int, ...]:
             raise UsageError(f"{option} {text!r}: expected positive numbers with commas between", hint=f"{option} 1,8")
         counts.append(int(match[1]) * _MULTIPLES[match[2]])
     return tuple(sorted(set(counts)))
+
+
+def require_writable(file: Path) -> None:
+    """Raise UsageError now rather than after minutes of measuring."""
+    folder = file.expanduser().absolute().parent
+    if file.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"cannot write {file}", hint="name a file in a folder that exists and may be written")
 
 
 def _line(point: Point) -> str:

@@ -13,13 +13,23 @@ EXIT_STALE = 3
 
 
 def status(workdir: WorkdirOpt = DEFAULT_WORKDIR, config: ConfigOpt = None, json_mode: JsonOpt = False) -> None:
-    """Show which stages hold and why the others do not. Exit code 3 when one is stale (serve never counts)."""
+    """Show which stages hold and why the others do not, and the server that runs, if one does.
+
+    Exit code 3 when a stage is stale (serve never counts).
+    """
     from glm5deploy.pipeline.status import UpToDate
+    from glm5deploy.server.state import read_state, state_path
 
     session = Session.open(workdir=workdir, config=config, json_mode=json_mode)
     statuses = session.pipeline().statuses()
+    server = read_state(state_path(session.workdir))
+    running = {"name": server.name, "url": server.url, "phase": server.phase} if server and server.alive else None
     session.output.result(
-        {"workdir": str(session.workdir), "stages": [{"stage": n, **status_words(s)} for n, s in statuses.items()]}
+        {
+            "workdir": str(session.workdir),
+            "stages": [{"stage": n, **status_words(s)} for n, s in statuses.items()],
+            "server": running,
+        }
     )
     if any(not isinstance(s, UpToDate) for name, s in statuses.items() if name != "serve"):
         raise typer.Exit(EXIT_STALE)

@@ -6,9 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
+
+from glm5deploy.server.state import ServerState, state_path, write_state
 
 HEAVY = ("torch", "vllm", "huggingface_hub", "numpy", "httpx", "gguf", "triton", "transformers")
 
@@ -46,6 +50,26 @@ def test_status_of_nothing_is_stale_with_reasons_and_exit_code_3(tmp_path: Path)
     assert stages["fetch"]["status"] == "to do"
     assert stages["merge"] == {"stage": "merge", "status": "waits", "reasons": ["fetch comes first"]}
     assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize("words", [("status", "--no-such-option"), ("run", "--tp", "many"), ("no-such-command",)])
+def test_a_mistyped_command_line_is_one_json_object_as_well(words: tuple[str, ...], tmp_path: Path) -> None:
+    answer = glm5deploy(*words, "--json", cwd=tmp_path)
+    assert answer.returncode == 2
+    error = json.loads(answer.stdout)["error"]
+    assert error["exit_code"] == 2
+    assert error["message"]
+
+
+def test_status_shows_the_server_that_runs(tmp_path: Path) -> None:
+    me = psutil.Process()
+    state = ServerState("ready", me.pid, me.create_time(), me.pid, me.create_time(), "http://h:1", "glm", "log")
+    write_state(state_path(tmp_path), state)
+    answer = json.loads(glm5deploy("status", "--json", "--workdir", str(tmp_path), cwd=tmp_path).stdout)
+    assert answer["server"] == {"name": "glm", "url": "http://h:1", "phase": "ready"}
+    write_state(state_path(tmp_path), replace(state, guard_started=me.create_time() - 60))
+    answer = json.loads(glm5deploy("status", "--json", "--workdir", str(tmp_path), cwd=tmp_path).stdout)
+    assert answer["server"] is None, "an id that is used again is no server of ours"
 
 
 def test_a_pipe_gets_no_colour_codes_and_data_go_to_stdout(tmp_path: Path) -> None:

@@ -86,3 +86,12 @@ def test_ctrl_c_does_not_wait_for_long_answers(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "interrupted" in told
     assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("option", ["--save", "--plot"])
+def test_a_file_that_cannot_be_written_is_noticed_before_measuring(option: str, tmp_path: Path) -> None:
+    with StreamingServer() as server:
+        answer = run(tmp_path, "--url", server.url, option, "missing/one.file")
+        assert not server.pace.requests
+    assert answer.returncode == 2
+    assert "cannot write missing/one.file" in answer.stderr
