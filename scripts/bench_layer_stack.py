@@ -1,0 +1,178 @@
+"""One rank of eight of GLM-5 at full depth in a real engine: load time, milliseconds a token, where they go.
+
+    python scripts/bench_layer_stack.py --out results [--layers 78] [--keep] [--budget 240]
+
+Writes a GGUF set whose shapes are those of one tensor-parallel rank (58 GB for all 78 layers, random weights), takes
+it through `glm5deploy patch`, starts vLLM with the flags that `glm5deploy serve` generates, and measures decode steps
+at batch 1, 8 and 32, prefill, and GPU time by kernel. There are no collectives: what they cost comes on top. Sampling
+is over an eighth of the vocabulary. On a machine without a GPU, `--layers 4 --scale small` tries the whole course.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import psutil
+from layer_stack import engine as engines
+from layer_stack.course import Course
+from layer_stack.generate import file_bytes, write_stack
+from layer_stack.measure import Wanted
+from layer_stack.session import Session
+from layer_stack.stack import LAYERS, Stack
+
+from glm5deploy.config import Config
+from glm5deploy.pipeline.events import Events
+from glm5deploy.pipeline.runner import Pipeline
+from glm5deploy.server.settings import ServeSettings
+from glm5deploy.stages.patch import PatchStage
+
+SPARE = 1 << 30  # bytes to leave free where the file goes
+RESERVE = 20 << 30  # of memory, for the engine
+
+
+def choose_folder(course: Course, stack: Stack, asked: Path | None) -> tuple[Path, Stack]:
+    """Where the file fits; with fewer layers, and a line that says so, where it does not."""
+    candidates = [asked] if asked else [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    free = {place: shutil.disk_usage(place).free for place in candidates if place.is_dir()}
+    memory = psutil.virtual_memory()
+    course.say(
+        f"free: {', '.join(f'{place} {size / 1e9:.1f} GB' for place, size in free.items())}; "
+        f"memory {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB, {os.cpu_count()} cores"
+    )
+    if Path("/dev/shm") in free:  # its files take memory, which the engine needs too
+        free[Path("/dev/shm")] = min(free[Path("/dev/shm")], memory.available - RESERVE)
+    for layers in range(stack.layers, 0, -1):
+        smaller = replace(stack, layers=layers)
+        place = next((place for place, size in free.items() if size - SPARE >= file_bytes(smaller)), None)
+        if place is not None:
+            if layers < stack.layers:
+                course.say(
+                    f"ONLY {layers} OF {stack.layers} LAYERS FIT: every figure is of {layers} layers, not scaled"
+                )
+            return Path(tempfile.mkdtemp(prefix="layer-stack-", dir=place)), smaller
+    raise RuntimeError("no place for the file of a single layer")
+
+
+def patch(gguf: Path, workdir: Path, note: Callable[[str], None]) -> Path:
+    """What `glm5deploy patch --gguf` does; the model folder."""
+    pipeline = Pipeline([PatchStage(gguf)], workdir, Config(), Events(lambda event: note(f"patch: {event.message}")))
+    (result,) = pipeline.run()
+    return Path(str(result.outputs["folder"]))
+
+
+def make(course: Course, folder: Path, stack: Stack) -> Path:
+    """Write the file, and patch it at the same time, once its headers are there; the model folder."""
+    begun = time.monotonic()
+    with ThreadPoolExecutor(1) as beside:
+        jobs: list[Future[Path]] = []
+
+        def headers_done(files: tuple[Path, ...]) -> None:
+            jobs.append(beside.submit(patch, files[0], folder / "work", course.say))
+
+        files = write_stack(folder, stack, course.say, headers_done)
+        size, seconds = sum(file.stat().st_size for file in files), time.monotonic() - begun
+        course.say(f"{len(files)} shards of {size / 1e9:.2f} GB in {folder} after {seconds:.1f} s")
+        return jobs[0].result()
+
+
+def settings_for(model: Path, stack: Stack, device: str, traces: Path | None, extra: list[str]) -> ServeSettings:
+    flags = ["--no-enable-log-requests", *extra]
+    if traces is not None:
+        traces.mkdir()
+        profiler = {
+            "profiler": "torch",
+            "torch_profiler_dir": str(traces),
+            "torch_profiler_with_stack": False,
+            "ignore_frontend": True,
+        }
+        flags += ["--profiler-config", json.dumps(profiler)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    return ServeSettings(
+        model_folder=model,
+        device="cpu" if device == "cpu" else "cuda",
+        port=port,
+        name="stack",
+        context=9216 if stack.scale == "real" else 2048,
+        dtype="float32" if device == "cpu" else "bfloat16",
+        max_seqs=32,
+        extra=tuple(flags),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "layer-stack")))
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--scale", choices=("real", "small"), default="real")
+    parser.add_argument("--version", choices=("5.2", "5"), default="5.2", help="indexers on 21 layers, or on all")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--folder", type=Path, help="where the file goes (default: memory if it fits, else /tmp)")
+    parser.add_argument("--model", type=Path, help="a model folder that an earlier run with --keep has left")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds; what would not end in time is left out")
+    parser.add_argument("--keep", action="store_true", help="leave the engine running, and the file")
+    parser.add_argument("--no-profile", action="store_true", help="an engine without vLLM's profiler")
+    parser.add_argument(
+        "--experts", action="store_true", help="also ask which experts tokens went to (a slower engine)"
+    )
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the engine")
+    parser.add_argument("--vllm", action="append", default=[], metavar="FLAG", help="handed to vLLM, as --vllm=--flag")
+    options = parser.parse_args()
+
+    course = Course(options.out, options.budget)
+    stack = Stack(options.layers, options.scale, options.version)
+    wanted = Wanted() if stack.scale == "real" else Wanted(512, 16, (1, 4), (256, 1024), (1, 2))
+    folder: Path | None = None
+    engine: engines.Engine | None = None
+    kept = False
+    try:
+        if options.model:
+            model = options.model
+        else:
+            folder, stack = choose_folder(course, stack, options.folder)
+            model = make(course, folder, stack)
+        course.keep("layers", stack.layers)
+        traces = None if options.no_profile else Path(tempfile.mkdtemp(prefix="traces-")) / "traces"
+        flags = [*options.vllm, *(["--enable-return-routed-experts"] if options.experts else [])]
+        settings = settings_for(model, stack, options.device, traces, flags)
+        environment = dict(item.split("=", 1) for item in options.env)
+        engine = engines.start(settings, course.out, environment)
+        course.say(f"engine started, process {engine.process.pid}, port {settings.port}")
+        engine.wait(min(course.left(), 900))
+        course.say(f"ready {engine.ready_seconds:.1f} s after its start")
+        course.table(engine.milestones())
+        course.keep("loading", {**asdict(engine.loading), "ready_seconds": engine.ready_seconds})
+        Session(course, engine, stack, wanted, traces).run(options.experts)
+        kept = options.keep
+        if kept:
+            where = {"pid": engine.process.pid, "port": settings.port, "model": settings.name, "folder": str(model)}
+            (course.out / "engine.json").write_text(json.dumps(where))
+            course.say(
+                f"left running: PORT={settings.port} MODEL={settings.name} PID={engine.process.pid} FOLDER={model}"
+            )
+    except Exception as error:
+        course.say(f"FAILED: {type(error).__name__}: {str(error)[-6000:]}")
+        return 1
+    finally:
+        if engine is not None and not kept:
+            engine.stop()
+        if folder is not None and not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
