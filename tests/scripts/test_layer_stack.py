@@ -183,10 +183,8 @@ def test_a_trace_of_torch_itself_is_read(tmp_path: Path) -> None:
     """torch's own events have the fields that the arithmetic takes; on a CPU there are no kernels among them."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    with (
-        profile(activities=[ProfilerActivity.CPU]) as profiler,
-        record_function("execute_context_0(0)_generation_1(1)"),
-    ):
+    mark = "execute_context_0(0)_generation_1(1)"
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(mark):
         torch.ones(8, 8) @ torch.ones(8, 8)
     path = tmp_path / "trace.json"
     profiler.export_chrome_trace(str(path))
