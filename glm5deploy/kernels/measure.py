@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,6 +34,14 @@ def graph_time(calls: Sequence[Callable[[], object]], repeats: int = 20, per_gra
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / per_graph)
     return statistics.median(times)
+
+
+def wall_time(calls: Sequence[Callable[[], object]]) -> float:
+    """Microseconds of one call by the clock, once through all of them: for what runs on a CPU."""
+    begin = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - begin) * 1e6 / len(calls)
 
 
 def relative_rms(value: torch.Tensor, reference: torch.Tensor) -> float:

@@ -1,95 +1,246 @@
-"""Measures the sparse attention kernel's launch parameters on the GPU at hand and writes them as a table.
+"""Measures launch parameters on the GPU at hand and writes them as a table.
 
-    python -m glm5deploy.kernels.tune --heads 8 --out TABLE.json [--topk 2048]
+    python -m glm5deploy.kernels.tune --heads 8 --out TABLE.json [--topk 2048] [--packed] [--seconds 300]
 
-A process that finds TABLE.json named in GLM5DEPLOY_KERNEL_TABLE then uses it.
+A process that finds TABLE.json named in GLM5DEPLOY_KERNEL_TABLE then uses it. Prints a JSON object a line: ``done``,
+``total`` and ``note`` while it measures, ``error`` and ``hint`` when it cannot, at last ``table`` and what is in it.
+
+Measured pieces are kept beside the table until all are there, so that an interrupted run goes on where it was, and a
+run that finds its table whole does nothing. A configuration that gives wrong results, does not fit the GPU's shared
+memory or spills more than the built-in table allows is never written.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import triton
 from triton.runtime.errors import OutOfResources
 
-from glm5deploy.kernels.attention import sparse_mla_fwd
-from glm5deploy.kernels.layout import PACKED_ROW_BYTES, QK_DIM
-from glm5deploy.kernels.measure import graph_time, relative_rms
-from glm5deploy.kernels.reference import sparse_mla, unpack_fp8_ds_mla
-from glm5deploy.kernels.tuning import Gpu, SparseConfig, SparseRow, gpu, save_table
+from glm5deploy.errors import DeployError, UsageError
+from glm5deploy.kernels import tune_cases as cases
+from glm5deploy.kernels.compile_counter import tagged
+from glm5deploy.kernels.measure import graph_time, relative_rms, wall_time
+from glm5deploy.kernels.prepare import Launch, prepare
+from glm5deploy.kernels.table_file import Measured, load_table, made_for, save_table
+from glm5deploy.kernels.tuning import (
+    FIRST_FP8_ARCH,
+    SPARSE_TABLE,
+    SPILL_LIMIT,
+    TABLE_VARIABLE,
+    LogitsConfig,
+    SparseConfig,
+    SparseRow,
+    gpu,
+    paged_config,
+    ragged_config,
+    sparse_config,
+)
 
-# Measured at the first number of tokens, used up to the second.
-TOKENS = ((1, 2), (8, 16), (64, 128), (256, 512), (2048, 1 << 30))
-CACHE_ROWS = 131_072  # 151 MB of plain rows: more than any L2 cache
-INPUT_SETS = 4
 MAX_ERROR = 5e-3
+# What a rival must save of the built-in choice's time to replace it: less is noise.
+GAIN = 0.02
+Say = Callable[[Mapping[str, Any]], None]
 
 
-def candidates(heads: int) -> Iterator[SparseConfig]:
-    """Every configuration worth trying; those that do not fit the GPU drop out when they fail to launch."""
-    for block_heads in (16,) if heads <= 16 else (16, 32, 64):
-        for block_keys, warps, stages in ((64, 4, 2), (64, 8, 2), (32, 4, 2), (32, 4, 3), (32, 8, 3), (32, 2, 2)):
-            for per_sm in (1, 2, 4):
-                yield SparseConfig(block_heads, block_keys, warps, stages, per_sm)
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the table is for: one GPU's attention heads, selected positions, cache type and index heads."""
+
+    heads: int
+    topk: int
+    packed: bool
+    index_heads: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {"heads": self.heads, "topk": self.topk, "packed": self.packed, "index_heads": self.index_heads}
 
 
-def measure(heads: int, topk: int, packed: bool, tokens: int, device: torch.device) -> SparseConfig:
-    """The fastest of the candidates whose result is right."""
-    width = PACKED_ROW_BYTES if packed else QK_DIM
-    if packed:
-        rows = torch.randint(0, 120, (CACHE_ROWS, width), dtype=torch.uint8, device=device)
-        rows[:, 512:528] = torch.full((CACHE_ROWS, 4), 0.01, device=device).view(torch.uint8)
-    else:
-        rows = torch.randn(CACHE_ROWS, width, device=device).bfloat16()
-    q = [torch.randn(tokens, heads, QK_DIM, device=device).bfloat16() for _ in range(INPUT_SETS)]
-    slots = [torch.randint(0, CACHE_ROWS, (tokens, topk), dtype=torch.int32, device=device) for _ in range(INPUT_SETS)]
-    few = min(tokens, 4)
-    plain = unpack_fp8_ds_mla(rows) if packed else rows
-    expected, _ = sparse_mla(q[0][:few], plain, slots[0][:few], 0.06)
-    del plain
-    best: tuple[float, SparseConfig] | None = None
-    for config in candidates(heads):
-        calls = [partial(sparse_mla_fwd, x, rows, s, None, 0.06, config=config) for x, s in zip(q, slots, strict=True)]
-        try:
-            out, _ = calls[0]()
-        except OutOfResources:
+@dataclass
+class Measuring:
+    """One run: the device, how its calls are timed, when it ends, and what turned out not to fit."""
+
+    device: torch.device
+    ends: float
+    say: Say
+    time: Callable[[Sequence[Callable[[], object]]], float]
+    unfit: dict[object, str] = field(default_factory=dict)
+    total: int = 0
+    done: int = 0
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self.ends
+
+    def best(self, name: str, case: cases.Attention | cases.Scores, candidates: list[Any]) -> Any:
+        """The fastest of the candidates, of which the first is the built-in choice, and how much it saves."""
+        expected = case.expected()
+        times: dict[Any, float] = {}
+        for config in candidates:
+            if replace(config, per_sm=1) in self.unfit or (times and self.over):
+                continue
+            calls = list(case.calls(config))
+            error = relative_rms(case.checked(calls[0]()), expected)
+            if not error <= MAX_ERROR:
+                if config == candidates[0]:
+                    raise DeployError(
+                        f"{name}: the built-in configuration {config} is wrong by {error:.2g} on this GPU",
+                        hint="Do not serve on it with this release, and report this.",
+                    )
+                self.unfit[replace(config, per_sm=1)] = f"wrong by {error:.2g}"
+                continue
+            times[config] = self.time(calls)
+        if not times:
+            raise DeployError(f"{name}: no configuration fits this GPU", hint="Report the GPU and this message.")
+        found, built_in = min(times, key=lambda config: times[config]), candidates[0]
+        if built_in in times and times[found] > (1 - GAIN) * times[built_in]:
+            found = built_in
+        self.done += 1
+        before = f", built-in {times[built_in]:.1f} µs" if built_in in times else ""
+        note = f"{name}: {times[found]:.1f} µs{before}, of {len(times)} configurations"
+        self.say({"done": self.done, "total": self.total, "note": note})
+        return found
+
+    def compile(self, case: cases.Attention | cases.Scores, candidates: list[Any], limits: Mapping[Any, int]) -> None:
+        """Compile every variant side by side; ``unfit`` gets those that break a limit of the GPU."""
+        if self.device.type != "cuda":
+            return
+
+        def run(shape: Any) -> None:
+            with tagged(shape):
+                for call in case.variants(shape):
+                    try:
+                        call()
+                    except OutOfResources as error:
+                        self.unfit[shape] = str(error)
+
+        shapes = list(dict.fromkeys(replace(config, per_sm=1) for config in candidates))
+        note = f"compiling {len(shapes)} configurations of {type(case).__name__.lower()}"
+        self.say({"done": self.done, "total": self.total, "note": note})
+        for variant in prepare([Launch(shape, partial(run, shape)) for shape in shapes], self.device):
+            limit = limits.get(variant.tag, SPILL_LIMIT)
+            if variant.tag is not None and variant.tag not in self.unfit and variant.local_bytes > limit:
+                self.unfit[variant.tag] = f"{variant.local_bytes} bytes a thread of local memory, more than {limit}"
+
+
+def tune(request: Request, path: Path, device: torch.device, seconds: float, say: Say) -> Measured:
+    """Measure what the table at ``path`` lacks of ``request``, write it, and return it; at most about ``seconds``."""
+    of, sizes = gpu(device), cases.Sizes() if device.type == "cuda" else cases.SMALL
+    progress = path.with_name(path.name + ".progress")
+    held = next((t for t in (_held(path, request, of), _held(progress, request, of)) if t), Measured())
+    if held.complete:
+        return held
+    run = Measuring(device, time.monotonic() + seconds, say, graph_time if device.type == "cuda" else wall_time)
+    run.total = len(sizes.tokens) + 2
+    run.done = len(held.rows) + (held.ragged is not None) + (held.paged is not None)
+    held = replace(held, request=request.as_json())
+    for longer in _pieces(run, request, held, sizes):
+        held = longer
+        save_table(progress, of, held)
+    complete = run.done == run.total
+    if held.rows or held.ragged or held.paged:
+        save_table(path, of, replace(held, complete=complete))
+    if complete:
+        progress.unlink(missing_ok=True)
+    return replace(held, complete=complete)
+
+
+def _held(path: Path, request: Request, of: Any) -> Measured | None:
+    """What a file has of the request; None where it is of something else."""
+    try:
+        found = load_table(path, of)
+    except ValueError:
+        return None
+    return found if not found.refused and found.request == request.as_json() else None
+
+
+def _pieces(run: Measuring, request: Request, held: Measured, sizes: cases.Sizes) -> Iterator[Measured]:
+    """The table after each piece; ends early when the time is up."""
+    of, device = gpu(run.device), run.device
+    limits = {replace(row.config, per_sm=1): row.spill_limit for row in SPARSE_TABLE}
+    if len(held.rows) < len(sizes.tokens):
+        rows = cases.cache_rows(request.packed, device, sizes)
+        small = cases.Attention(rows, request.heads, request.topk, 2, sizes)
+        first = sparse_config(of, request.packed, request.heads, 1)
+        run.compile(small, cases.attention_candidates(request.heads, first), limits)
+    for tokens, most in sizes.tokens[len(held.rows) :]:
+        if run.over:
+            return
+        case = cases.Attention(rows, request.heads, request.topk, tokens, sizes)
+        built_in = sparse_config(of, request.packed, request.heads, tokens)
+        candidates = cases.attention_candidates(request.heads, built_in)[: sizes.candidates]
+        config: SparseConfig = run.best(f"attention, {tokens} tokens", case, candidates)
+        heads = triton.cdiv(request.heads, 16) * 16
+        limit = limits.get(replace(config, per_sm=1), SPILL_LIMIT)
+        held = replace(held, rows=(*held.rows, SparseRow((of.family,), request.packed, heads, most, config, limit)))
+        yield held
+    fp8 = of.arch >= FIRST_FP8_ARCH
+    for name, ragged in (("ragged", True), ("paged", False)):
+        if getattr(held, name) is not None or run.over:
             continue
-        if not relative_rms(out[:few], expected) <= MAX_ERROR:
-            raise RuntimeError(f"{config} gives wrong results on this GPU: do not serve on it, and report this")
-        time = graph_time(calls, repeats=5, per_graph=4)
-        if best is None or time < best[0]:
-            best = time, config
-    if best is None:
-        raise RuntimeError("no configuration fits this GPU")
-    return best[1]
-
-
-def tune(heads: int, topk: int, device: torch.device) -> tuple[Gpu, list[SparseRow]]:
-    """Rows for both cache types and every number of tokens, for up to `heads` heads."""
-    of = gpu(device)
-    rows = [
-        SparseRow((of.family,), packed, max(16, heads), most, measure(heads, topk, packed, tokens, device))
-        for packed in (False, True)
-        for tokens, most in TOKENS
-    ]
-    return of, rows
+        chosen = (ragged_config if ragged else paged_config)(of, fp8)
+        scores = cases.Scores(ragged, request.index_heads, device, sizes)
+        rivals = cases.logits_candidates(chosen, ragged)[: sizes.candidates]
+        run.compile(scores, rivals, {})
+        best: LogitsConfig = run.best(f"{'prefill' if ragged else 'decode'} scores", scores, rivals)
+        held = replace(held, ragged=best) if ragged else replace(held, paged=best)
+        yield held
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m glm5deploy.kernels.tune", description=__doc__)
     parser.add_argument("--heads", type=int, required=True, help="attention heads of one GPU")
     parser.add_argument("--topk", type=int, default=2048, help="selected positions")
+    parser.add_argument("--packed", action="store_true", help="the cache is fp8_ds_mla")
+    parser.add_argument("--index-heads", type=int, default=32, help="heads of the indexer")
+    parser.add_argument("--seconds", type=float, default=300.0, help="what is not measured by then stays built-in")
     parser.add_argument("--out", type=Path, required=True, help="table to write")
-    arguments = parser.parse_args()
-    of, rows = tune(arguments.heads, arguments.topk, torch.device("cuda", torch.cuda.current_device()))
-    save_table(arguments.out, of, rows)
-    for row in rows:
-        sys.stdout.write(f"{'packed' if row.packed else 'plain'} up to {row.max_tokens} tokens: {row.config}\n")
+    chosen = parser.parse_args()
+
+    def say(facts: Mapping[str, Any]) -> None:
+        sys.stdout.write(json.dumps(facts) + "\n")
+        sys.stdout.flush()
+
+    os.environ.pop(TABLE_VARIABLE, None)  # rivals are compared with the built-in table
+    try:
+        device = _device()
+        request = Request(chosen.heads, chosen.topk, chosen.packed, chosen.index_heads)
+        table = tune(request, chosen.out, device, chosen.seconds, say)
+    except DeployError as error:
+        say({"error": error.message, "hint": error.hint})
+        return error.exit_code
+    say(
+        {
+            "table": str(chosen.out),
+            "made_for": made_for(gpu(device)),
+            "rows": len(table.rows),
+            "complete": table.complete,
+            "request": dict(table.request),
+        }
+    )
     return 0
+
+
+def _device() -> torch.device:
+    """The first GPU; a CPU under Triton's interpreter alone, where the same way is gone over a few small inputs."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if triton.knobs.runtime.interpret:
+        return torch.device("cpu")
+    raise UsageError(
+        "launch parameters are measured on a CUDA GPU, and torch finds none here",
+        hint="leave --tune out; without measured ones the built-in table is used",
+    )
 
 
 if __name__ == "__main__":

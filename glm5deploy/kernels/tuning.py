@@ -1,18 +1,22 @@
 """Launch parameters, chosen ahead of time: a table by GPU family, heads, tokens and cache type.
 
 Nothing is measured or compiled while serving. `tune.py` measures rows on the GPU at hand and writes them to a file;
-a process that finds the file named in GLM5DEPLOY_KERNEL_TABLE looks there first.
+a process that finds the file named in GLM5DEPLOY_KERNEL_TABLE looks there first (`table_file.py`).
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+import triton
+
+if TYPE_CHECKING:
+    from glm5deploy.kernels.table_file import Measured
 
 TABLE_VARIABLE = "GLM5DEPLOY_KERNEL_TABLE"
 # Architectures the table is compiled for in the tests, their shared memory for one program (bytes), multiprocessors.
@@ -76,6 +80,7 @@ class Gpu:
     arch: int
     multiprocessors: int
     family: str
+    name: str = ""
 
 
 # Measured on an H200 (docs/benchmarks/kernels.md); the other families take the rows that fit their shared memory.
@@ -126,7 +131,7 @@ def gpu(device: torch.device) -> Gpu:
     properties = torch.cuda.get_device_properties(device)
     arch = properties.major * 10 + properties.minor
     shared = getattr(properties, "shared_memory_per_block_optin", SHARED_LIMIT.get(arch, 99 << 10))
-    return Gpu(arch, properties.multi_processor_count, family_of(arch, shared))
+    return Gpu(arch, properties.multi_processor_count, family_of(arch, shared), properties.name)
 
 
 def index_value_dtype(of: Gpu) -> torch.dtype:
@@ -136,68 +141,35 @@ def index_value_dtype(of: Gpu) -> torch.dtype:
 
 @functools.cache
 def sparse_config(of: Gpu, packed: bool, heads: int, tokens: int) -> SparseConfig:
-    """The first row that serves the launch, measured ones (`load_table`) before the built-in table."""
-    for row in (*_measured(of), *SPARSE_TABLE):
-        if of.family in row.families and row.packed == packed and heads <= row.max_heads and tokens <= row.max_tokens:
+    """The first row that serves the launch, measured ones before the built-in table."""
+    for row in sparse_rows(of, packed, heads):
+        if tokens <= row.max_tokens:
             return row.config
     raise AssertionError(f"no table row for {of}, packed={packed}, heads={heads}, tokens={tokens}")
 
 
 def sparse_rows(of: Gpu, packed: bool, heads: int) -> list[SparseRow]:
     """The rows that can serve this many heads, in the order they are tried."""
-    rows = (*_measured(of), *SPARSE_TABLE)
+    blocks = triton.cdiv(heads, 16)
+    # Measured ones are for as many blocks of heads as they were measured with, the table's for any number.
+    rows = (*(row for row in measured(of).rows if triton.cdiv(row.max_heads, 16) == blocks), *SPARSE_TABLE)
     return [row for row in rows if of.family in row.families and row.packed == packed and heads <= row.max_heads]
 
 
 def ragged_config(of: Gpu, fp8: bool) -> LogitsConfig:
     """Launch parameters of the prefill logits, for e4m3 or 16-bit operands."""
-    return RAGGED_TABLE.get((of.family, fp8), RAGGED_TABLE["small", fp8])
+    return measured(of).ragged or RAGGED_TABLE.get((of.family, fp8), RAGGED_TABLE["small", fp8])
 
 
 def paged_config(of: Gpu, fp8: bool) -> LogitsConfig:
     """Launch parameters of the decode logits, for e4m3 or 16-bit operands."""
-    return PAGED_TABLE.get((of.family, fp8), PAGED_TABLE["small", fp8])
+    return measured(of).paged or PAGED_TABLE.get((of.family, fp8), PAGED_TABLE["small", fp8])
 
 
 @functools.cache
-def _measured(of: Gpu) -> tuple[SparseRow, ...]:
+def measured(of: Gpu) -> Measured:
+    """What the file named in GLM5DEPLOY_KERNEL_TABLE holds for this GPU; nothing where the variable is unset."""
+    from glm5deploy.kernels.table_file import Measured, load_table  # a file is made of this module's types
+
     path = os.environ.get(TABLE_VARIABLE)
-    return load_table(Path(path), of) if path else ()
-
-
-def save_table(path: Path, of: Gpu, rows: list[SparseRow]) -> None:
-    """Write measured rows for one kind of GPU, whole or not at all."""
-    text = json.dumps({"version": 1, "gpu": asdict(of), "rows": [asdict(row) for row in rows]}, indent=1)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text + "\n")
-    partial.replace(path)
-
-
-def load_table(path: Path, of: Gpu) -> tuple[SparseRow, ...]:
-    """Rows measured on this kind of GPU; none when the file is missing or was measured on another kind.
-
-    Raises ValueError when the file is there and is no such table: serving with other parameters than the operator
-    measured would go unnoticed.
-    """
-    if not path.exists():
-        return ()
-    try:
-        content = json.loads(path.read_text())
-        if content["version"] != 1:
-            raise ValueError(f"version {content['version']}")
-        if content["gpu"] != asdict(of):
-            return ()
-        return tuple(_row(entry) for entry in content["rows"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no kernel table ({error}): delete it or measure again") from error
-
-
-def _row(entry: dict[str, object]) -> SparseRow:
-    config = entry["config"]
-    names = {field.name for field in fields(SparseConfig)}
-    if not isinstance(config, dict) or set(config) != names or not all(isinstance(v, int) for v in config.values()):
-        raise ValueError(f"a row's config must have the integers {sorted(names)}")
-    families, heads, tokens = entry["families"], entry["max_heads"], entry["max_tokens"]
-    if not isinstance(families, list) or not isinstance(heads, int) or not isinstance(tokens, int):
-        raise ValueError("a row needs families, max_heads and max_tokens")
-    return SparseRow(tuple(str(f) for f in families), bool(entry["packed"]), heads, tokens, SparseConfig(**config))
+    return load_table(Path(path), of) if path else Measured()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from glm5deploy.kernels import tuning, warmup
+from glm5deploy.kernels import table_file, tuning, warmup
 from glm5deploy.kernels.attention import split_workspace_elements
-from glm5deploy.kernels.tuning import Gpu, SparseConfig, SparseRow
+from glm5deploy.kernels.table_file import Measured
+from glm5deploy.kernels.tuning import Gpu, LogitsConfig, SparseConfig, SparseRow
 
 
 def gpus() -> list[Gpu]:
@@ -63,33 +67,110 @@ def test_scratch_covers_every_number_of_tokens(heads: int) -> None:
                 assert tokens * heads * splits * 513 <= held
 
 
-def test_a_measured_table_comes_first_and_only_on_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, other = Gpu(90, 132, "sm90"), Gpu(89, 142, "small")
-    row = SparseRow(("sm90",), False, 16, 4, SparseConfig(16, 128, 8, 2, 1))
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A path that this process looks for measured rows at."""
     path = tmp_path / "kernels.json"
-    tuning.save_table(path, mine, [row])
-    assert tuning.load_table(path, mine) == (row,)
-    assert tuning.load_table(path, other) == ()
-    assert tuning.load_table(tmp_path / "missing.json", mine) == ()
     monkeypatch.setenv(tuning.TABLE_VARIABLE, str(path))
-    for cached in (tuning.sparse_config, tuning._measured):
-        cached.cache_clear()
-    try:
-        assert tuning.sparse_config(mine, False, 8, 4) == row.config
-        assert tuning.sparse_config(mine, False, 8, 5) != row.config
-    finally:
-        for cached in (tuning.sparse_config, tuning._measured):
-            cached.cache_clear()
+    cached = (tuning.sparse_config, tuning.measured)
+    for function in cached:
+        function.cache_clear()
+    yield path
+    for function in cached:
+        function.cache_clear()
+
+
+MINE = Gpu(90, 132, "sm90", "NVIDIA H200")
+ROW = SparseRow(("sm90",), False, 16, 4, SparseConfig(16, 128, 8, 2, 1))
+RAGGED = LogitsConfig(8, 64, 8, 2, 4)
+
+
+def test_measured_parameters_come_first(table: Path) -> None:
+    table_file.save_table(table, MINE, Measured((ROW,), RAGGED, None, {"heads": 8}, complete=True))
+    assert table_file.load_table(table, MINE) == Measured((ROW,), RAGGED, None, {"heads": 8}, True)
+    assert tuning.sparse_config(MINE, False, 8, 4) == ROW.config
+    assert tuning.sparse_config(MINE, False, 8, 5) != ROW.config
+    assert tuning.sparse_config(MINE, True, 8, 4) != ROW.config
+    assert tuning.ragged_config(MINE, True) == RAGGED
+    assert tuning.paged_config(MINE, True) == tuning.PAGED_TABLE["sm90", True]
+
+
+def test_rows_of_few_heads_are_not_used_for_many(table: Path) -> None:
+    many = replace(ROW, max_heads=64)
+    table_file.save_table(table, MINE, Measured((many,)))
+    assert tuning.sparse_config(MINE, False, 8, 4) != ROW.config
+    assert tuning.sparse_config(MINE, False, 64, 4) == ROW.config
+    assert tuning.sparse_config(MINE, False, 33, 4) != ROW.config
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"version": 2}', '{"version": 1, "gpu": {"arch": 90, "multiprocessors": 1, "family": "sm90"}}']
+    ("other", "reason"),
+    [
+        (Gpu(90, 132, "sm90", "NVIDIA H100"), "name NVIDIA H200, here NVIDIA H100"),
+        (Gpu(90, 114, "sm90", "NVIDIA H200"), "multiprocessors 132, here 114"),
+        (Gpu(89, 132, "small", "NVIDIA H200"), "arch 90, here 89; family sm90, here small"),
+    ],
+    ids=["name", "size", "architecture"],
 )
-def test_a_broken_table_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "kernels.json"
-    path.write_text(text)
+def test_a_table_of_another_gpu_is_left_alone_with_the_reason(table: Path, other: Gpu, reason: str) -> None:
+    table_file.save_table(table, MINE, Measured((ROW,), RAGGED))
+    assert table_file.load_table(table, other) == Measured(refused=f"it was measured with {reason}")
+    assert tuning.sparse_config(other, False, 8, 4) != ROW.config
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("triton", "3.1.0", "it was measured with triton 3.1.0, here "),
+        ("kernels", "0123456789abcdef", "it was measured with kernels 0123456789abcdef, here "),
+    ],
+)
+def test_a_table_of_another_triton_or_code_is_left_alone(table: Path, name: str, value: str, reason: str) -> None:
+    table_file.save_table(table, MINE, Measured((ROW,)))
+    content = json.loads(table.read_text())
+    content["made_for"][name] = value
+    table.write_text(json.dumps(content))
+    assert table_file.load_table(table, MINE).refused.startswith(reason)
+    assert tuning.sparse_config(MINE, False, 8, 4) != ROW.config
+
+
+def test_a_missing_or_older_table_is_left_alone(table: Path) -> None:
+    assert table_file.load_table(table, MINE).refused == "there is no such file"
+    table.write_text('{"version": 1, "gpu": {}, "rows": []}')
+    assert "version 1" in table_file.load_table(table, MINE).refused
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:-20],
+        lambda text: text.replace('"block_keys": 128', '"block_keys": 128.0'),
+        lambda text: text.replace('"block_keys"', '"block_kyes"'),
+        lambda text: text.replace('"max_tokens": 4', '"max_tokens": "4"'),
+        lambda text: "[]",
+        lambda text: "",
+    ],
+    ids=["cut off", "not an integer", "another name", "a text", "no object", "empty"],
+)
+def test_a_broken_table_is_refused(table: Path, damage: Callable[[str], str]) -> None:
+    table_file.save_table(table, MINE, Measured((ROW,), RAGGED))
+    table.write_text(damage(table.read_text()))
     with pytest.raises(ValueError, match="delete it or measure again"):
-        tuning.load_table(path, Gpu(90, 1, "sm90"))
+        table_file.load_table(table, MINE)
+
+
+def test_the_digest_is_of_what_launches_depend_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for source in Path(table_file.__file__).parent.glob("*.py"):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    monkeypatch.setattr(table_file, "__file__", str(tmp_path / "table_file.py"))
+    digests = []
+    for name in ("reference", "tune", "attention", "sparse_mla", "tuning"):
+        (tmp_path / f"{name}.py").write_text((tmp_path / f"{name}.py").read_text() + "# more")
+        table_file.code_digest.cache_clear()
+        digests.append(table_file.code_digest())
+    table_file.code_digest.cache_clear()
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 4
 
 
 @pytest.mark.parametrize(("arch", "values"), [(80, torch.bfloat16), (86, torch.bfloat16), (89, torch.float8_e4m3fn)])
@@ -107,5 +188,6 @@ def test_warm_up_uses_the_index_values_that_serving_uses(
     monkeypatch.setattr(warmup, "ragged_logits", note)
     monkeypatch.setattr(warmup, "paged_logits", note)
     serving = warmup.Serving(2, 4, 16, 8, 32, 16, packed=True, dtype=torch.float16)
-    warmup._warm_indexer(serving, torch.device("cpu"))
+    for launch in (*warmup._queries(serving, torch.device("cpu")), *warmup._scores(serving, torch.device("cpu"))):
+        launch.call()
     assert used == {values} == {tuning.index_value_dtype(Gpu(arch, 4, "small"))}
