@@ -7,7 +7,6 @@ that a CUDA graph fixes. Prefilling requests have their keys gathered and are sc
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,8 @@ from glm5deploy.kernels.layout import INDEX_DIM
 from glm5deploy.kernels.slots import slots_from_positions
 from glm5deploy.kernels.topk import BLOCK_COLUMNS, select_topk, topk_workspace_elements
 from glm5deploy.kernels.tuning import gpu, index_value_dtype
-from glm5deploy.kernels.warmup import Serving, warm_up
+from glm5deploy.kernels.warmup import Serving
+from glm5deploy.vllm_plugin import readiness
 from glm5deploy.vllm_plugin.score_plan import SCORES, rows_at_once
 
 __all__ = [
@@ -34,8 +34,6 @@ __all__ = [
     "store_index_keys",
     "store_latent",
 ]
-
-logger = logging.getLogger("vllm.glm5deploy")
 
 if TYPE_CHECKING:
     from glm5deploy.vllm_plugin.metadata import PlannedChunk, SparseMetadata
@@ -85,6 +83,8 @@ def reserve(serving: Serving, device: torch.device) -> Scratch:
     """The device's scratch memory, made (or made larger) for ``serving``; called while models are built."""
     device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
     held = _scratch.get(device)
+    if held is None:
+        readiness.begin(device)
     wanted = serving if held is None else _both(held.serving, serving)
     if held is None or wanted != held.serving:
         _scratch[device] = Scratch(wanted, device)
@@ -107,8 +107,7 @@ def profile(device: torch.device) -> None:
     own = scratch(device)
     if not own.warm:
         own.warm = True
-        names = warm_up(own.serving, device)
-        logger.info("%d kernels compiled or loaded before serving", len(names))
+        readiness.warm_up(own.serving, device)
 
 
 def prepare_index_query(

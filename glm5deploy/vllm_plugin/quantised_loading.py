@@ -17,7 +17,7 @@ from glm5deploy.glm_dsa.tensor_names import Placement
 from glm5deploy.glm_dsa.tensor_parallel import require_legal_tensor_parallel
 from glm5deploy.quants.formats import Scales
 from glm5deploy.quants.planes import Planes
-from glm5deploy.vllm_plugin import DRAFT_ARCHITECTURE
+from glm5deploy.vllm_plugin import DRAFT_ARCHITECTURE, product_warmup
 from glm5deploy.vllm_plugin.loader import draft_placements, main_placements
 from glm5deploy.vllm_plugin.model_files import ModelFiles
 from glm5deploy.vllm_plugin.quantised_config import METHODS, QuantisedGgufConfig
@@ -92,6 +92,7 @@ def fill(model: nn.Module, rank: int = 0) -> tuple[set[str], set[str]]:
             f"{len(broken)} tensors have scales that are NaN or infinite: {', '.join(broken)}",
             hint="The file is damaged: `glm5deploy fetch` checks it again.",
         )
+    product_warmup.remember(layers.values())
     return parameters, {slab.source.name for slab in slabs}
 
 

@@ -77,7 +77,9 @@ class Glm5MoeMethod(FusedMoEMethodBase):
         mine = layer.expert_map
         # A negative index would take the last expert's place.
         ids = topk_ids if mine is None else torch.where(topk_ids < 0, -1, mine[topk_ids])
-        out = ops.moe(x, self.parameters.tensors(layer), self.parameters.spec, ids, topk_weights)
+        # One type each, whatever router ran: kernels are compiled for types, and warm-up has these.
+        ids, weights = ids.to(torch.int32), topk_weights.to(torch.float32)
+        out = ops.moe(x, self.parameters.tensors(layer), self.parameters.spec, ids, weights)
         if shared_experts is not None:
             shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
         return out

@@ -81,24 +81,17 @@ def glm5_embed(ids: torch.Tensor, planes: list[torch.Tensor], spec: str, dtype: 
     """Rows ``ids`` (int64, any shape) of a weight: [..., columns] of ``dtype``."""
     (table,) = assemble(spec, planes)
     flat = ids.reshape(-1)
-    picked = Planes(
-        table.format,
-        flat.shape[0],
-        table.columns,
-        table.low.index_select(2, flat),
-        None if table.high is None else table.high.index_select(2, flat),
-        None if table.words is None else table.words.index_select(3, flat),
-        None if table.halves is None else table.halves.index_select(3, flat),
-    )
-    if ids.is_cuda and flat.shape[0]:
+    return _rows(table.take(flat), dtype).view(*ids.shape, table.columns)
+
+
+def _rows(planes: Planes, dtype: torch.dtype) -> torch.Tensor:
+    if planes.low.is_cuda and planes.rows:
         from glm5deploy.quants import products
 
-        rows = products.unpack_rows(picked, 0, flat.shape[0], dtype)
-    else:
-        from glm5deploy.quants import reference
+        return products.unpack_rows(planes, 0, planes.rows, dtype)
+    from glm5deploy.quants import reference
 
-        rows = reference.dequantize_planes(picked)[0].to(dtype)
-    return rows.view(*ids.shape, table.columns)
+    return reference.dequantize_planes(planes)[0].to(dtype)
 
 
 def _embed_fake(ids: torch.Tensor, planes: list[torch.Tensor], spec: str, dtype: torch.dtype) -> torch.Tensor:

@@ -12,9 +12,10 @@ from glm5deploy.kernels import indexer, reference
 from glm5deploy.kernels.attention import sparse_mla_fwd, split_workspace_elements
 from glm5deploy.kernels.compile_counter import CompileCounter
 from glm5deploy.kernels.latent_cache import store_latent
+from glm5deploy.kernels.prepare import prepare
 from glm5deploy.kernels.slots import slots_from_positions
 from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
-from glm5deploy.kernels.warmup import Serving, warm_up
+from glm5deploy.kernels.warmup import Serving, launches
 from tests.support.compare import assert_close, relative_rms
 
 pytestmark = pytest.mark.gpu
@@ -77,7 +78,7 @@ class Step:
 @pytest.mark.parametrize("heads", [8, 64])
 def test_after_warm_up_nothing_compiles_and_graphs_replay(packed: bool, heads: int) -> None:
     serving = Serving(heads, J, topk=2048, max_tokens=2048, max_length=20_000, block_size=BLOCK, packed=packed)
-    warm_up(serving, torch.device("cuda"))
+    prepare(launches(serving, torch.device("cuda")), torch.device("cuda"))
     with CompileCounter() as counter:
         for tokens in (1, 2, 3, 5, 8, 16, 17, 33, 64, 100):
             step = Step(tokens, serving, context=20_000 if tokens < 4 else 3_001)

@@ -1,0 +1,126 @@
+"""Does warm-up launch every variant that steps launch? ``python -m tests.kernels.launch_keys ARCH [KIND]``.
+
+Prints a JSON list of the variants that only a step launched; warm-up leaves out KIND. A process of its own: the tests'
+process interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+
+import torch
+
+from glm5deploy.kernels import indexer, tuning
+from glm5deploy.kernels.attention import sparse_mla_fwd, split_workspace_elements
+from glm5deploy.kernels.latent_cache import store_latent
+from glm5deploy.kernels.slots import slots_from_positions
+from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
+from glm5deploy.kernels.warmup import Serving, launches
+from tests.support import launch_keys
+
+CPU = torch.device("cpu")
+BLOCK = 64
+LONG = 40_000
+STEPS = 60
+
+
+def step(serving: Serving, tokens: int, width: int, next_n: int) -> None:
+    """All launches of a step over views as the engine makes them, on torch's default device.
+
+    ``width`` positions are scored. Every index is 0, so that the launches are harmless where they run.
+    """
+    device = torch.get_default_device()
+    heads, kind = serving.heads, serving.dtype
+    rows_wide = 656 if serving.packed else 576
+    cache = torch.zeros(4, BLOCK, rows_wide, dtype=torch.uint8 if serving.packed else kind)
+    keys = torch.zeros(8, BLOCK, 132, dtype=torch.uint8)[::2]
+    fused = torch.zeros(tokens, 2624, dtype=kind)
+    slots64 = torch.zeros(tokens + 1, dtype=torch.int64)[random.randint(0, 1) :][:tokens]
+    store_latent(fused[:, 2048:2560], fused[:, 2560:], slots64, cache)
+    indexer.store_index_keys(keys, torch.zeros(tokens, 128, dtype=kind), slots64)
+    value_type = tuning.index_value_dtype(tuning.gpu(device))
+    values = torch.empty(serving.max_tokens, serving.index_heads, 128, dtype=value_type)
+    folded = torch.zeros(serving.max_tokens, serving.index_heads)
+    query = torch.zeros(tokens, serving.index_heads, 128, dtype=kind)
+    weights = torch.zeros(tokens, 128 + serving.index_heads, dtype=kind)[:, 128:]
+    angles = torch.zeros(9, 64, dtype=kind)
+    indexer.prepare_index_query(query, weights, slots64, angles, 0.1, values[:tokens], folded[:tokens])
+    lengths = torch.zeros(tokens + 3, dtype=torch.int32)[random.randint(0, 3) :][:tokens]
+    table = torch.zeros(max(1, tokens // next_n), LONG // BLOCK + random.randint(9, 99), dtype=torch.int32)
+    selected = torch.zeros(serving.max_tokens, serving.topk, dtype=torch.int32)
+    score(serving, values, folded, keys, lengths, table, selected, width, next_n)
+    slots, counts = torch.empty_like(selected)[:tokens], torch.empty(tokens, dtype=torch.int32)
+    requests = torch.zeros(tokens, dtype=torch.int32)
+    slots_from_positions(selected[:tokens], requests, table, BLOCK, slots, counts, random.choice((64, 128)))
+    latent = torch.zeros(heads, tokens, 512, dtype=kind).transpose(0, 1)
+    rope = torch.zeros(tokens, heads, 256, dtype=kind)[..., 192:]
+    workspace = torch.empty(split_workspace_elements(heads, serving.topk, device))
+    lse = torch.empty(serving.max_tokens, heads).view(-1)[: tokens * heads].view(tokens, heads)
+    sparse_mla_fwd((latent, rope), cache.view(-1, rows_wide), slots, counts, 0.06, lse=lse, workspace=workspace)
+
+
+def score(
+    serving: Serving,
+    values: torch.Tensor,
+    folded: torch.Tensor,
+    keys: torch.Tensor,
+    lengths: torch.Tensor,
+    table: torch.Tensor,
+    selected: torch.Tensor,
+    width: int,
+    next_n: int,
+) -> None:
+    """Decoding rows over the paged cache, then a chunk of prefilling rows from anywhere in the step."""
+    kept = torch.empty(max(1, topk_workspace_elements(64, LONG, serving.topk)), dtype=torch.int32)
+    rows = min(len(lengths), 64) // next_n * next_n
+    if rows:
+        scores = torch.zeros(rows * width).view(rows, width)
+        indexer.paged_logits(values[:rows], keys, folded[:rows], lengths[:rows], table[: rows // next_n], scores)
+        select_topk(scores, lengths[:rows], serving.topk, width, selected[:rows], kept)
+    first = random.randrange(len(lengths))
+    part = slice(first, min(len(lengths), first + 64))
+    count = part.stop - part.start
+    fp8 = values.dtype == torch.float8_e4m3fn
+    gathered = torch.empty(random.randint(width, width + 100), 128, dtype=values.dtype)
+    scales = torch.empty(len(gathered))
+    cumulative = torch.zeros(len(table) + 1, dtype=torch.int32)
+    indexer.gather_index_keys(keys, table, cumulative, gathered, scales)
+    scores = torch.zeros(count * width).view(count, width)
+    starts, ends = torch.zeros(2, len(lengths), dtype=torch.int32)
+    with_scales = scales if fp8 else None
+    indexer.ragged_logits(values[part], gathered, with_scales, folded[part], starts[part], ends[part], scores)
+    select_topk(scores, lengths[part], serving.topk, width, selected[part], kept)
+
+
+def missing(serving: Serving, steps: int, left_out: str) -> list[str]:
+    with launch_keys.keys() as warm:
+        for launch in launches(serving, CPU):
+            if left_out not in (launch.variant, next(iter(launch.variant))):
+                launch.call()
+    with launch_keys.keys() as stepped:
+        for _ in range(steps):
+            tokens = random.choice((random.randint(1, 64), random.randint(1, serving.max_tokens)))
+            width = random.choice((random.randint(serving.topk + 1, 9000), random.randint(serving.topk + 1, LONG)))
+            step(serving, tokens, width, random.randint(1, serving.max_next_n))
+    assert warm
+    return [stepped[key] for key in sorted(stepped.keys() - warm.keys())]
+
+
+def main() -> None:
+    arch, left_out = int(sys.argv[1]), "".join(sys.argv[2:])
+    launch_keys.pretend(arch)
+    random.seed(arch)
+    tuning._INTERPRETED = tuning.Gpu(arch, 132, tuning.family_of(arch, tuning.SHARED_LIMIT[arch]))
+    cases = [
+        Serving(heads, 32, topk, 2048, LONG, BLOCK, packed=packed, dtype=dtype, max_next_n=3)
+        for heads, topk in ((8, 2048), (64, 2048), (2, 64))
+        for packed in (False, True)
+        for dtype in (torch.bfloat16, torch.float16)
+    ]
+    json.dump([line for serving in cases for line in missing(serving, STEPS, left_out)], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
