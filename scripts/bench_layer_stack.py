@@ -33,26 +33,33 @@ from layer_stack.session import Session
 from layer_stack.stack import LAYERS, Stack
 
 from glm5deploy.config import Config
-from glm5deploy.pipeline.events import Events
+from glm5deploy.pipeline.events import Event, Events
 from glm5deploy.pipeline.runner import Pipeline
 from glm5deploy.server.settings import ServeSettings
 from glm5deploy.stages.patch import PatchStage
 
 SPARE = 1 << 30  # bytes to leave free where the file goes
-RESERVE = 20 << 30  # of memory, for the engine
+RESERVE = 16 << 30  # of memory, for the engine
+
+
+def free_memory() -> int:
+    """Bytes this process may still take: of the machine, or of its control group where that has a limit."""
+    available = psutil.virtual_memory().available
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and (most := limit.read_text().strip()).isdigit():
+        available = min(available, int(most) - int(used.read_text()))
+    return available
 
 
 def choose_folder(course: Course, stack: Stack, asked: Path | None) -> tuple[Path, Stack]:
     """Where the file fits; with fewer layers, and a line that says so, where it does not."""
     candidates = [asked] if asked else [Path("/dev/shm"), Path(tempfile.gettempdir())]
     free = {place: shutil.disk_usage(place).free for place in candidates if place.is_dir()}
-    memory = psutil.virtual_memory()
-    course.say(
-        f"free: {', '.join(f'{place} {size / 1e9:.1f} GB' for place, size in free.items())}; "
-        f"memory {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB, {os.cpu_count()} cores"
-    )
+    memory = free_memory()
+    places = ", ".join(f"{place} {size / 1e9:.1f} GB" for place, size in free.items())
+    course.say(f"free: {places}; memory {memory / 1e9:.1f} GB; {os.cpu_count()} cores")
     if Path("/dev/shm") in free:  # its files take memory, which the engine needs too
-        free[Path("/dev/shm")] = min(free[Path("/dev/shm")], memory.available - RESERVE)
+        free[Path("/dev/shm")] = min(free[Path("/dev/shm")], memory - RESERVE)
     for layers in range(stack.layers, 0, -1):
         smaller = replace(stack, layers=layers)
         place = next((place for place, size in free.items() if size - SPARE >= file_bytes(smaller)), None)
@@ -67,8 +74,12 @@ def choose_folder(course: Course, stack: Stack, asked: Path | None) -> tuple[Pat
 
 def patch(gguf: Path, workdir: Path, note: Callable[[str], None]) -> Path:
     """What `glm5deploy patch --gguf` does; the model folder."""
-    pipeline = Pipeline([PatchStage(gguf)], workdir, Config(), Events(lambda event: note(f"patch: {event.message}")))
-    (result,) = pipeline.run()
+
+    def say(event: Event) -> None:
+        if event.message:
+            note(f"patch: {event.message}")
+
+    (result,) = Pipeline([PatchStage(gguf)], workdir, Config(), Events(say)).run()
     return Path(str(result.outputs["folder"]))
 
 
