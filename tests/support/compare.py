@@ -20,6 +20,10 @@ LONG_PROMPT = 300
 SELECTED_MEAN = 2.0
 # A greedy step is comparable while the expected choice leads by this much, by the served type.
 GREEDY_MARGIN = {"float32": 0.5, "bfloat16": 1.0}
+# Decoded steps against a forward pass in fp32: median |difference| of a request's, and of all requests' together.
+STEPS_MEDIAN = {"float32": (0.03, 0.03), "bfloat16": (0.25, 0.15), "packed": (0.30, 0.20)}
+# A step whose own median is further off than this had an expert or a selected position flipped; the share of those.
+LOST_STEP, LOST_STEPS = 1.0, 0.05
 # Median |difference| of a decode step's log-probabilities from those of the same position in a prompt, by type: in
 # bf16 both are as far from the reference as LOGPROB_MEDIAN allows, and not in the same direction.
 DECODE_MEDIAN = {"float32": 0.03, "bfloat16": 0.25}
@@ -63,6 +67,23 @@ def decode_median(decoded: Mapping[int, Mapping[int, float]], prompted: Mapping[
     return median(
         d for position in positions for d in logprob_differences([*decoded[position].items()], prompted[position])
     )
+
+
+def check_steps(requests: Sequence[Sequence[Sequence[float]]], precision: str) -> str:
+    """AssertionError when decoded steps are off; otherwise a line that says how far they are.
+
+    ``requests`` holds, for every request and step, the |differences| over the expected top 20.
+    """
+    steps = [median(step) for request in requests for step in request]
+    medians = [median(d for step in request for d in step) for request in requests]
+    overall = median(d for request in requests for step in request for d in step)
+    lost = sum(not value <= LOST_STEP for value in steps) / len(steps)
+    of_one, of_all = STEPS_MEDIAN[precision]
+    found = f"{len(steps)} steps: median {overall:.3f}, a request's at most {max(medians):.3f}, steps lost {lost:.1%}"
+    assert all(value <= of_one for value in medians), f"{found}; {[round(value, 3) for value in medians]}"
+    assert overall <= of_all, found
+    assert lost <= LOST_STEPS, found
+    return found
 
 
 def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:

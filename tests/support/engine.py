@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +37,16 @@ class Engine:
     log: Path
     trace: Path
     status: Path
+    compile_log: Path
 
-    def complete(self, ids: Sequence[int], *, tokens: int = 24, prompt_logprobs: bool = True) -> Answer:
-        """Greedy continuation of ``ids`` with log-probabilities, and with those of the whole prompt if asked for."""
+    def complete(
+        self, ids: Sequence[int], *, tokens: int = 24, prompt_logprobs: bool = True, salt: str | None = None
+    ) -> Answer:
+        """Greedy continuation of ``ids`` with log-probabilities, and with those of the whole prompt if asked for.
+
+        Prompts of different ``salt`` share nothing in the prefix cache; with log-probabilities of the prompt, nothing
+        is taken from it.
+        """
         request: dict[str, Any] = {
             "model": NAME,
             "prompt": list(ids),
@@ -48,8 +55,9 @@ class Engine:
             "logprobs": 20,
             "return_tokens_as_token_ids": True,
             **({"prompt_logprobs": 20} if prompt_logprobs else {}),
+            **({"cache_salt": salt} if salt else {}),
         }
-        response = httpx.post(f"{self.url}/v1/completions", json=request, timeout=120)
+        response = httpx.post(f"{self.url}/v1/completions", json=request, timeout=180)
         assert response.status_code == 200, f"{response.status_code}: {response.text}\n{self.tail()}"
         choice = response.json()["choices"][0]
         steps = [{_id(token): value for token, value in step.items()} for step in choice["logprobs"]["top_logprobs"]]
@@ -62,14 +70,29 @@ class Engine:
         for file in self.trace.glob("*.npz"):
             file.unlink()
 
-    def selections(self, rank: int = 0) -> dict[tuple[int, int], frozenset[int]]:
-        """(layer, position) -> selected positions, of the one request that ran since the trace was cleared."""
+    def selections(
+        self, rank: int = 0, positions: Collection[int] | None = None
+    ) -> dict[tuple[int, int], frozenset[int]]:
+        """(layer, position) -> selected positions, of the one request that ran since the trace was cleared.
+
+        Of all positions, or of the ``positions`` named.
+        """
         found: dict[tuple[int, int], frozenset[int]] = {}
         for file in sorted(self.trace.glob(f"rank{rank}-*.npz")):
             with np.load(file, allow_pickle=False) as record:
-                layer = int(record["layer"])
-                for position, row in zip(record["position"].tolist(), record["selected"], strict=True):
-                    found[layer, position] = frozenset(row[row >= 0].tolist())
+                layer, selected = int(record["layer"]), record["selected"]
+                for row, position in enumerate(record["position"].tolist()):
+                    if positions is None or position in positions:
+                        found[layer, position] = frozenset(selected[row][selected[row] >= 0].tolist())
+        return found
+
+    def counter(self, name: str) -> dict[str, float]:
+        """A counter of vLLM's, ``name`` without its prefix and "_total": its values by their labels, as printed."""
+        found = {}
+        for line in httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines():
+            label, _, value = line.rpartition(" ")
+            if label.split("{", 1)[0] == f"vllm:{name}_total":
+                found[label.partition("{")[2].rstrip("}")] = float(value)
         return found
 
     def tail(self, lines: int = 60) -> str:
@@ -78,11 +101,21 @@ class Engine:
 
 @contextmanager
 def engine(
-    model_folder: Path, work: Path, *, tp: int = 1, dtype: str = "float32", flags: Sequence[str] = ()
+    model_folder: Path,
+    work: Path,
+    *,
+    tp: int = 1,
+    dtype: str = "float32",
+    flags: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Engine]:
-    """Start vLLM's own server as a user would, and stop its whole process group at the end."""
+    """Start vLLM's own server as a user would, and stop its whole process group at the end.
+
+    ``variables`` are added to the environment; an empty one is taken out of it.
+    """
     port = free_port()
-    served = Engine(f"http://127.0.0.1:{port}", work / "serve.log", work / "trace", work / "status")
+    files = (work / "serve.log", work / "trace", work / "status", work / "compile.jsonl")
+    served = Engine(f"http://127.0.0.1:{port}", *files)
     served.trace.mkdir(parents=True)
     served.status.mkdir()
     command = [*vllm_launcher(), str(model_folder), "--load-format", "glm5_gguf", "--dtype", dtype]
@@ -95,7 +128,10 @@ def engine(
         "HF_HUB_OFFLINE": "1",
         "GLM5DEPLOY_TRACE_DIR": str(served.trace),
         "GLM5DEPLOY_STATUS_DIR": str(served.status),
+        "GLM5DEPLOY_COMPILE_LOG": str(served.compile_log),
+        **(variables or {}),
     }
+    environment = {name: value for name, value in environment.items() if value}
     if tp > 1:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, sorted(os.sched_getaffinity(0))[:tp]))
     with served.log.open("w") as log:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -15,6 +15,9 @@ from tests.support.compare import decode_median
 from tests.support.engine import Answer, Engine, engine
 from tests.support.folders import write_folder_of
 from tests.support.goldens import PROMPTS, SETS, prompts
+
+if TYPE_CHECKING:
+    from tests.support.gpu_servers import Result
 
 Layout = Literal["shards", "merged"]
 STEPS = 8  # greedy tokens a prompt
@@ -86,6 +89,23 @@ def recording(
         return kept[run]
 
     return record
+
+
+@pytest.fixture(scope="session")
+def gpu_results(
+    request: pytest.FixtureRequest, model_folder: Callable[[Run], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Result]:
+    """What the servers of every GPU run answered that a selected test asks for: ``-k`` starts none in vain."""
+    import torch
+
+    from tests.support.gpu_servers import GpuRun, serve_all
+
+    specs = (getattr(item, "callspec", None) for item in request.session.items)
+    asked = {spec.params["run"]: None for spec in specs if spec is not None and "run" in spec.params}
+    gpus = torch.cuda.device_count()
+    runs = [run for run in asked if isinstance(run, GpuRun) and run.run.tp <= gpus]
+    folders = {run.name: (model_folder(run.run), tmp_path_factory.mktemp("engine")) for run in runs}
+    return serve_all(runs, folders, gpus)
 
 
 def record_prompts(served: Engine, tp: int) -> Recording:

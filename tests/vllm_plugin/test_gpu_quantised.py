@@ -1,13 +1,9 @@
-"""On a CUDA GPU: the reference sets served with their weights as the file has them, with CUDA graphs on.
-
-All servers are started side by side; run with ``pytest -m gpu tests/vllm_plugin/test_gpu_quantised.py -s``.
-"""
+"""On CUDA GPUs: products with weights as the file has them, and two ranks that hold a part of them each."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,81 +11,58 @@ import pytest
 import torch
 
 from tests.quants.blocks import random_rows
-from tests.support.compare import logprob_limit, logprob_median, relative_rms, selected_difference
+from tests.support.compare import relative_rms, selected_difference
 from tests.support.goldens import PROMPTS, prompts, references
-from tests.vllm_plugin.conftest import Run
-from tests.vllm_plugin.test_gpu import GpuRun, Result, _record, _serve, bf16, check_decoding, check_greedy
+from tests.support.gpu_servers import GpuRun, Result, ask_lengths, ask_prompts, ask_together, bf16
+from tests.vllm_plugin.test_gpu import check_loaded, check_prompts, recorded
 
 pytestmark = pytest.mark.gpu
 
+GPUS = torch.cuda.device_count()
 QUANTISED = ("--model-loader-extra-config", json.dumps({"weights": "quantised"}))
-DENSE = ("--model-loader-extra-config", json.dumps({"weights": "dense"}))
-DRAFT = ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 2}))
-
+ALL = (ask_prompts, ask_together, ask_lengths)
 RUNS = (
-    GpuRun("A", bf16("A"), flags=QUANTISED),
-    GpuRun("B-Q4", bf16("B-Q4"), flags=QUANTISED),
-    GpuRun("B-Q8", bf16("B-Q8"), flags=QUANTISED),
-    GpuRun("A-mtp", bf16("A"), flags=(*QUANTISED, *DRAFT), selections=False),
-    GpuRun("A-dense", bf16("A"), flags=DENSE, selections=False),
+    GpuRun("B-Q8-tp2", bf16("B-Q8", tp=2), ALL, flags=QUANTISED),
+    GpuRun("B-Q8-tp2-experts", bf16("B-Q8", tp=2), ALL, flags=(*QUANTISED, "--enable-expert-parallel")),
 )
+two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"two ranks need two GPUs, this machine has {GPUS}")
+every_run = pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
 
 
-@pytest.fixture(scope="session")
-def servers(model_folder: Callable[[Run], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """Every run's record; all servers start at once, and compile their kernels where nothing is cached yet."""
-    folders = {r.name: (model_folder(r.run), tmp_path_factory.mktemp("engine")) for r in RUNS}
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(RUNS)) as pool:
-        patch.setattr("tests.support.engine.START_SECONDS", 450.0)
-        return dict(pool.map(lambda r: (r.name, _serve(r, *folders[r.name])), RUNS))
+@two_gpus
+@every_run
+def test_prompts_match_the_reference_over_two_ranks(run: GpuRun, gpu_results: dict[str, Result]) -> None:
+    check_prompts(run, gpu_results)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
-def test_logprobs_match_the_reference(run: GpuRun, servers: dict[str, Result]) -> None:
-    answers = _record(servers, run).answers
-    expected = references(run.run.key, run.expected)
-    medians = {name: round(logprob_median(expected[name], answers[name].top), 4) for name in PROMPTS}
-    print(f"{run.name}: start {servers[run.name].seconds:.0f} s, medians {medians}")
-    limits = {name: logprob_limit("bfloat16", len(prompts()[name].ids)) for name in PROMPTS}
-    assert all(medians[name] <= limits[name] for name in PROMPTS), medians
+@two_gpus
+@every_run
+def test_both_ranks_select_the_same_and_near_the_reference(run: GpuRun, gpu_results: dict[str, Result]) -> None:
+    record = recorded(gpu_results, run)
+    for name, reference in references(run.run.key, run.expected).items():
+        first, second = record.selections[name]
+        assert first == second, name
+        if reference.selected:
+            assert selected_difference(reference, first) <= run.topk / 10, name
 
 
-@pytest.mark.parametrize("run", [r for r in RUNS if r.selections], ids=lambda r: r.name)
-def test_selections_are_near_the_reference(run: GpuRun, servers: dict[str, Result]) -> None:
-    record = _record(servers, run)
-    averages = {
-        name: round(selected_difference(reference, record.selections[name][0]), 2)
-        for name, reference in references(run.run.key, run.expected).items()
-        if reference.selected
-    }
-    print(f"{run.name}: of 64 positions differ {averages}")
-    assert all(average <= 64 / 10 for average in averages.values()), averages
+@two_gpus
+@every_run
+def test_decoded_steps_match_a_forward_pass_over_two_ranks(run: GpuRun, gpu_results: dict[str, Result]) -> None:
+    answers = recorded(gpu_results, run).answers
+    check_loaded(run, [(prompts()[name].ids, answers[name]) for name in PROMPTS], gpu_results[run.name])
+    check_loaded(run, gpu_results[run.name].together, gpu_results[run.name])
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
-def test_greedy_tokens_match_where_the_reference_is_sure(run: GpuRun, servers: dict[str, Result]) -> None:
-    check_greedy(run, servers[run.name])
-
-
-@pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
-def test_decode_steps_give_what_a_prompt_gives(run: GpuRun, servers: dict[str, Result]) -> None:
-    check_decoding(run, servers[run.name])
-
-
-@pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
-def test_requests_served_together_are_answered_like_one_alone(run: GpuRun, servers: dict[str, Result]) -> None:
-    alone = [_record(servers, run).answers[name].ids[0] for name in PROMPTS] * 3
-    same = sum(a == ids[0] for a, ids in zip(alone, servers[run.name].batch, strict=True))
-    print(f"{run.name}: {same} of {len(alone)} first tokens equal")
-    assert same >= len(alone) - 4
-
-
-@pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
-def test_weights_were_kept_as_asked_and_graphs_captured(run: GpuRun, servers: dict[str, Result]) -> None:
-    _record(servers, run)
-    log = servers[run.name].log
-    assert ("of quantised weights read in" in log) == (run.name != "A-dense")
-    assert "Graph capturing finished" in log or "Capturing CUDA graphs" in log
+@two_gpus
+@every_run
+def test_each_rank_read_its_part_and_compiled_before_serving(run: GpuRun, gpu_results: dict[str, Result]) -> None:
+    recorded(gpu_results, run)
+    result = gpu_results[run.name]
+    assert len(set(re.findall(r"rank (\d): [\d.]+ GB of quantised weights read in", result.log))) == 2
+    assert "Graph capturing finished" in result.log or "Capturing CUDA graphs" in result.log
+    assert {line["phase"] for line in result.compiled} == {"warm-up"}
+    assert len({line["pid"] for line in result.compiled}) == 2
 
 
 TOKENS = (1, 2, 17, 100, 512)
@@ -145,7 +118,7 @@ def test_experts_replayed_from_a_graph_follow_their_inputs(ranks: int, tmp_path:
         layer = expert_layer(module, 16, [*range(1, 16, ranks)] if ranks > 1 else [*range(16)])
     method = layer.quant_method
     assert isinstance(method, Glm5MoeMethod)
-    Reader(torch.device("cuda"), weights=1 << 20).fill(list(method.slabs(layer)))
+    Reader(torch.device("cuda"), most=1 << 20).fill(list(method.slabs(layer)))
     planes = method.parameters.planes(layer)
 
     def check(state: SimpleNamespace, found: torch.Tensor) -> None:

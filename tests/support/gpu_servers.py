@@ -1,0 +1,193 @@
+"""Servers for the tests on a GPU: all that the selected tests need start side by side, are asked, and are stopped.
+
+A server is asked everything while it runs; the tests then look at what was recorded. On a machine with two GPUs the
+servers are spread over both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from tests.support.engine import Answer, Engine, engine
+from tests.support.goldens import PROMPTS, prompts
+from tests.vllm_plugin.conftest import Recording, Run, record_prompts
+
+CORES_A_RANK = 4  # a start is bound by imports and kernel compilation
+# The cache's size is given: profiling it would count what the servers beside this one allocate meanwhile.
+FLAGS = ("--kv-cache-memory-bytes", str(2 << 30), "--max-num-seqs", "16", "--disable-flashinfer-autotune")
+FLAGS += ("--gpu-memory-utilization", "0.2", "--jit-monitor-verbose")
+PACKED = ("--kv-cache-dtype", "fp8_ds_mla")
+# Ranks talk through NCCL alone: vLLM's other ways may create NVLink multicast objects, which a shared host may forbid.
+TWO_RANKS = ("--disable-custom-all-reduce", "--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}')
+NO_MULTICAST = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "NCCL_NVLS_ENABLE": "0"}
+NO_MULTICAST |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+Loaded = list[tuple[list[int], Answer]]
+"""Requests that ran beside others: what each was asked, and its answer."""
+
+
+@dataclass(frozen=True)
+class LongAnswer:
+    """One long prompt: answered afresh, then from the prefix cache, which gave ``hits`` positions."""
+
+    cold: Answer
+    warm: Answer
+    hits: float
+    selections: dict[tuple[int, int], frozenset[int]]
+
+
+@dataclass
+class Result:
+    """What a server answered; ``failure`` is why it did not, ``seconds`` its start."""
+
+    record: Recording | None = None
+    together: Loaded = field(default_factory=list)
+    long: dict[int, LongAnswer] = field(default_factory=dict)
+    prompted: Answer | None = None
+    preempted: Loaded = field(default_factory=list)
+    preemptions: float = 0.0
+    accepted: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
+    seconds: float = 0.0
+    log: str = ""
+    compiled: list[dict[str, str]] = field(default_factory=list)
+
+
+Task = Callable[["GpuRun", Engine, Result], None]
+
+
+@dataclass(frozen=True)
+class GpuRun:
+    """One server: what is loaded, which expected results it is compared with, and what it is asked."""
+
+    name: str
+    run: Run
+    tasks: tuple[Task, ...]
+    expected: str = "topk64/fp8"
+    flags: tuple[str, ...] = ()
+    native: bool = False  # vLLM's own attention
+    traced: bool = True  # records selections
+    empty_cache: bool = False  # no compiled kernel to begin with
+
+    @property
+    def topk(self) -> int:
+        return int(dict(self.run.change).get("index_topk", 64))
+
+    @property
+    def precision(self) -> str:
+        """Which row of the tolerances holds."""
+        return "packed" if PACKED[1] in self.flags else self.run.dtype
+
+
+def bf16(key: str, tp: int = 1, **change: int) -> Run:
+    return Run(key, tp=tp, dtype="bfloat16", change=tuple(change.items()))
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    """Ordinary tokens of the reference models."""
+    draw = random.Random(seed)
+    return [draw.randrange(990) for _ in range(length)]
+
+
+def ask_prompts(run: GpuRun, served: Engine, result: Result) -> None:
+    result.record = record_prompts(served, run.run.tp)
+
+
+def ask_together(run: GpuRun, served: Engine, result: Result) -> None:
+    """All prompts three times over at once: decode and prefill share steps, prefixes come from the cache."""
+    result.together = answer_at_once(served, [prompts()[name].ids for name in PROMPTS] * 3, 16)
+
+
+def ask_under_pressure(run: GpuRun, served: Engine, result: Result) -> None:
+    """More context at once than the cache holds: requests are preempted, and their contexts computed again."""
+    before = sum(served.counter("num_preemptions").values())
+    wanted = [random_prompt(100 + 13 * i, seed=i) for i in range(16)]
+    result.preempted = answer_at_once(served, wanted, 320)
+    result.preemptions = sum(served.counter("num_preemptions").values()) - before
+
+
+def ask_lengths(run: GpuRun, served: Engine, result: Result) -> None:
+    """Steps of many sizes, alone and mixed: what may be compiled for a size would be compiled now."""
+    lengths = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 47, 63, 64, 65, 100, 127, 128, 129, 192, 255, 256]
+    lengths += [257, 300, 400, 511, 512, 513, 640, 777, 1000, 1023, 1024, 1025, 1300, 1536, 1791, 1999]
+    for length in lengths:
+        served.complete(random_prompt(length, seed=length), tokens=2, prompt_logprobs=False)
+    for size in (2, 3, 5, 9, 16):
+        wanted = [random_prompt(lengths[(7 * i + size) % len(lengths)], seed=1000 + i) for i in range(size)]
+        answer_at_once(served, wanted, 12)
+
+
+def answer_at_once(served: Engine, wanted: Sequence[list[int]], tokens: int) -> Loaded:
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        answers = pool.map(lambda ids: served.complete(ids, tokens=tokens, prompt_logprobs=False), wanted)
+        return list(zip(wanted, answers, strict=True))
+
+
+class Places:
+    """The machine's cores and GPUs, handed out to one server after the other."""
+
+    def __init__(self, gpus: int) -> None:
+        self._free = max(2, len(os.sched_getaffinity(0)) // CORES_A_RANK)
+        self._used = [0] * gpus
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def take(self, ranks: int) -> Iterator[list[int]]:
+        """Wait for room for ``ranks`` ranks; the GPUs they are to run on."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= ranks)
+            self._free -= ranks
+            gpus = sorted(sorted(range(len(self._used)), key=self._used.__getitem__)[:ranks])
+            for gpu in gpus:
+                self._used[gpu] += 1
+        try:
+            yield gpus
+        finally:
+            with self._changed:
+                self._free += ranks
+                for gpu in gpus:
+                    self._used[gpu] -= 1
+                self._changed.notify_all()
+
+
+def serve_all(runs: Sequence[GpuRun], folders: dict[str, tuple[Path, Path]], gpus: int) -> dict[str, Result]:
+    """Every run's result; ``folders`` are each run's model folder and an empty one for its server."""
+    places = Places(gpus)
+    with ThreadPoolExecutor(max(1, len(runs))) as pool:
+        found = pool.map(lambda run: (run.name, _serve(run, *folders[run.name], places)), runs)
+        return dict(found)
+
+
+def _serve(run: GpuRun, folder: Path, work: Path, places: Places) -> Result:
+    result = Result()
+    variables = {"TRITON_CACHE_DIR": str(work / "triton")} if run.empty_cache else {}
+    if not run.traced:
+        variables["GLM5DEPLOY_TRACE_DIR"] = ""
+    flags = (*FLAGS, *run.flags)
+    if run.run.tp > 1:
+        flags, variables = (*flags, *TWO_RANKS), variables | NO_MULTICAST
+    with places.take(run.run.tp) as gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        begun = time.monotonic()
+        try:
+            with engine(folder, work, tp=run.run.tp, dtype=run.run.dtype, flags=flags, variables=variables) as served:
+                result.seconds = time.monotonic() - begun
+                for task in run.tasks:
+                    task(run, served, result)
+                lines = served.compile_log.read_text().splitlines() if served.compile_log.exists() else []
+                result.compiled = [json.loads(line) for line in lines]
+        except (AssertionError, LookupError, OSError, ValueError, httpx.HTTPError) as error:
+            result.failure = f"{type(error).__name__}: {error}"[-3000:]
+    result.log = (work / "serve.log").read_text(errors="replace")
+    return result
