@@ -30,9 +30,14 @@ class Wanted:
 
 
 def decode_steps(url: str, model: str, wanted: Wanted, note: Callable[[str], None]) -> list[Point]:
-    settings = BenchSettings(wanted.decode, (wanted.context - wanted.output // 2,), wanted.output, repeat=2)
-    with Bench(BenchTarget(url, model), settings) as bench:
-        return list(bench.run(note))
+    """The middle of three waves of each batch; of large ones, whose prompts take long, one wave."""
+    points: list[Point] = []
+    for batch in wanted.decode:
+        prompts = (wanted.context - wanted.output // 2,)
+        settings = BenchSettings((batch,), prompts, wanted.output, repeat=3 if batch <= 8 else 1, seed=batch)
+        with Bench(BenchTarget(url, model), settings) as bench:
+            points += bench.run(note)
+    return points
 
 
 def prefill_rates(url: str, model: str, wanted: Wanted, note: Callable[[str], None]) -> list[Point]:
