@@ -16,9 +16,12 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A call that launches kernels. Calls with equal ``variant`` need the same ones, as far as can be told cheaply."""
+    """A call that launches kernels. Calls with equal ``variant`` need the same ones, as far as can be told cheaply.
 
-    variant: Hashable
+    Its first part names the kind of kernels.
+    """
+
+    variant: tuple[Hashable, ...]
     call: Callable[[], object]
 
 

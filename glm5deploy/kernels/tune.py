@@ -127,7 +127,7 @@ class Measuring:
         shapes = list(dict.fromkeys(replace(config, per_sm=1) for config in candidates))
         note = f"compiling {len(shapes)} configurations of {type(case).__name__.lower()}"
         self.say({"done": self.done, "total": self.total, "note": note})
-        for variant in prepare([Launch(shape, partial(run, shape)) for shape in shapes], self.device):
+        for variant in prepare([Launch((shape,), partial(run, shape)) for shape in shapes], self.device):
             limit = limits.get(variant.tag, SPILL_LIMIT)
             if variant.tag is not None and variant.tag not in self.unfit and variant.local_bytes > limit:
                 self.unfit[variant.tag] = f"{variant.local_bytes} bytes a thread of local memory, more than {limit}"

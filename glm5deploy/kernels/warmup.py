@@ -145,7 +145,7 @@ def _scores(serving: Serving, device: torch.device) -> Iterator[Launch]:
         scores = torch.zeros((next_n, 16), device=device)
         paged_logits(values, cache, weights, ones.expand(next_n), table, scores)
 
-    yield Launch("prefill scores", ragged)
+    yield Launch(("prefill scores",), ragged)
     for next_n in sorted({triton.next_power_of_2(n) for n in range(1, serving.max_next_n + 1)}):
         yield Launch(("decode scores", next_n), partial(paged, next_n))
 

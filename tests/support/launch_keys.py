@@ -5,12 +5,14 @@ Binder, specialisation and key are Triton's own; only the GPU's driver is stood 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+
+from glm5deploy.kernels.prepare import Launch
 
 
 class NamesATarget:
@@ -32,6 +34,24 @@ class NamesATarget:
 def pretend(arch: int) -> None:
     """From here on this process's launches are for a GPU of that architecture."""
     triton.runtime.driver.set_active(NamesATarget(arch))
+
+
+def compare(launches: Iterable[Launch], step: Callable[[], None], left_out: str) -> dict[str, list[str]]:
+    """Variants that only ``step`` launched: ``missing``, and ``noticed`` had warm-up left out one kind of launches."""
+    warm: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    for launch in launches:
+        with keys() as found:
+            launch.call()
+        warm |= found
+        if launch.variant[0] != left_out:
+            kept |= found
+    with keys() as stepped:
+        step()
+    return {
+        "missing": [stepped[key] for key in sorted(stepped.keys() - warm.keys())],
+        "noticed": [stepped[key] for key in sorted(stepped.keys() - kept.keys())],
+    }
 
 
 @contextmanager

@@ -1,0 +1,45 @@
+"""Warm-up launches every variant that steps of any size launch, told apart by Triton's own keys, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm5deploy.kernels.prepare import Launch, first_of_each, prepare
+
+ROOT = Path(__file__).parents[2]
+
+
+def compared(arch: int) -> dict[str, list[str]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.launch_keys", str(arch)]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found: dict[str, list[str]] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [86, 90])
+def test_no_step_launches_what_warm_up_did_not(arch: int) -> None:
+    found = compared(arch)
+    assert found["missing"] == []
+    assert found["noticed"], "a launch that warm-up leaves out must show"
+    assert all("glm5deploy.kernels.topk" in line for line in found["noticed"])
+
+
+def test_one_number_stands_for_each_kind() -> None:
+    assert first_of_each(lambda n: n // 10, range(1, 35)) == [1, 10, 20, 30]
+
+
+def test_every_launch_runs() -> None:
+    ran: list[int] = []
+    launches = [Launch((number % 2,), lambda number=number: ran.append(number)) for number in range(5)]
+    assert prepare(launches, torch.device("cpu")) == []
+    assert ran == [0, 1, 2, 3, 4]

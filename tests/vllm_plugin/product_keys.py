@@ -1,0 +1,110 @@
+"""Does warm-up launch every variant of the products? ``python -m tests.vllm_plugin.product_keys``.
+
+Prints what :func:`tests.support.launch_keys.compare` found over layers of many types and shapes, as JSON, had experts
+been left out. A process of its own: the tests' process interprets kernels. Nothing is computed, cuBLAS's part neither.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from glm5deploy.quants import products
+from glm5deploy.vllm_plugin import product_warmup
+from glm5deploy.vllm_plugin import quantised_ops as ops
+from glm5deploy.vllm_plugin.quantised_linear import Glm5EmbeddingMethod, Glm5LinearMethod, PlaneParameters
+from glm5deploy.vllm_plugin.quantised_modules import Module
+from glm5deploy.vllm_plugin.quantised_moe import Glm5MoeMethod
+from tests.support import launch_keys
+
+TOKENS = 2048
+TOPK = 8
+
+
+class Layer(nn.Module):
+    """Planes of one module, without what fills them."""
+
+    def __init__(self, method: type[Any], *parts: tuple[str, int, int], experts: int = 1) -> None:
+        super().__init__()
+        self.quant_method = method.__new__(method)
+        sources = tuple(SimpleNamespace(planes_type=part[0]) for part in parts)
+        parameters = PlaneParameters(Module("m", sources))  # type: ignore[arg-type]
+        self.quant_method.parameters = parameters
+        parameters.create(self, [part[1:] for part in parts], experts)
+        self.moe_config = SimpleNamespace(experts_per_token=TOPK)
+
+
+def layers() -> list[Layer]:
+    return [
+        Layer(Glm5LinearMethod, ("Q4_K", 2048, 6144), ("Q6_K", 576, 6144)),
+        Layer(Glm5LinearMethod, ("Q8_0", 512, 6144), ("Q8_0", 512, 6144)),
+        Layer(Glm5LinearMethod, ("Q5_K", 2048, 2048)),
+        Layer(Glm5LinearMethod, ("IQ4_XS", 6144, 256)),
+        Layer(Glm5LinearMethod, ("Q4_0", 200, 96)),  # no multiple of 16 rows, no whole super-block
+        Layer(Glm5LinearMethod, ("Q8_0", 72, 288), ("Q5_1", 40, 288)),
+        Layer(Glm5MoeMethod, *experts("Q4_K", "Q4_K", "Q6_K"), experts=8),
+        Layer(Glm5MoeMethod, *experts("IQ3_S", "Q4_K", "Q8_0", hidden=320, inner=96), experts=40),
+        Layer(Glm5EmbeddingMethod, ("Q4_K", 640, 512)),
+        Layer(Glm5EmbeddingMethod, ("Q6_K", 640, 512)),
+    ]
+
+
+def experts(gate: str, up: str, down: str, hidden: int = 512, inner: int = 256) -> list[tuple[str, int, int]]:
+    return [(gate, inner, hidden), (up, inner, hidden), (down, hidden, inner)]
+
+
+def step(layer: Layer, tokens: int, dtype: torch.dtype) -> None:
+    """One layer's call with rows as the engine makes them: whole, or a part of wider ones."""
+    parameters = layer.quant_method.parameters
+    tensors, spec = parameters.tensors(layer), parameters.spec
+    columns = parameters.planes(layer)[0].columns
+    wide = columns + random.choice((0, 0, 16, 576))
+    x = torch.zeros(tokens, wide, dtype=dtype)[:, :columns]
+    if isinstance(layer.quant_method, Glm5MoeMethod):
+        ids = torch.randint(-1, 8, (tokens, TOPK), dtype=torch.int32)
+        ops.moe(x, tensors, spec, ids, torch.rand(tokens, TOPK))
+    elif isinstance(layer.quant_method, Glm5EmbeddingMethod):
+        ops.embed(torch.zeros(tokens, dtype=torch.int64), tensors, spec, dtype)
+    else:
+        ops.linear(x, tensors, spec)
+
+
+def use_products() -> None:
+    """Operations on a CPU take the GPU's way."""
+
+    def linear(x: torch.Tensor, planes: Any, out: torch.Tensor) -> None:
+        products.linear(x, planes, out=out)
+
+    def moe(x: torch.Tensor, gate: Any, up: Any, down: Any, ids: Any, weights: Any, out: torch.Tensor) -> None:
+        products.moe(x, gate, up, down, ids, weights, out=out)
+
+    def rows(picked: Any, dtype: torch.dtype) -> torch.Tensor:
+        return products.unpack_rows(picked, 0, picked.rows, dtype)
+
+    ops._linear, ops._moe, ops._rows = linear, moe, rows
+    torch.matmul = lambda x, w, out: out
+    products._gpu = lambda x: (132, False)
+
+
+def main() -> None:
+    launch_keys.pretend(90)
+    use_products()
+    random.seed(0)
+    held = layers()
+    product_warmup.remember(held)
+
+    def steps() -> None:
+        for layer in held:
+            for tokens in (*range(1, 70), *random.sample(range(70, TOKENS), 30), TOKENS):
+                step(layer, tokens, torch.bfloat16)
+
+    print(json.dumps(launch_keys.compare(product_warmup.launches(TOKENS, torch.bfloat16), steps, "experts")))
+
+
+if __name__ == "__main__":
+    main()
