@@ -20,15 +20,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import psutil
 from layer_stack import engine as engines
 from layer_stack.course import Course
-from layer_stack.generate import file_bytes, write_stack
+from layer_stack.generate import write_stack
 from layer_stack.measure import Wanted
+from layer_stack.place import choose_folder
 from layer_stack.session import Session
 from layer_stack.stack import LAYERS, Stack
 
@@ -37,39 +37,6 @@ from glm5deploy.pipeline.events import Event, Events
 from glm5deploy.pipeline.runner import Pipeline
 from glm5deploy.server.settings import ServeSettings
 from glm5deploy.stages.patch import PatchStage
-
-SPARE = 1 << 30  # bytes to leave free where the file goes
-RESERVE = 16 << 30  # of memory, for the engine
-
-
-def free_memory() -> int:
-    """Bytes this process may still take: of the machine, or of its control group where that has a limit."""
-    available = psutil.virtual_memory().available
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and (most := limit.read_text().strip()).isdigit():
-        available = min(available, int(most) - int(used.read_text()))
-    return available
-
-
-def choose_folder(course: Course, stack: Stack, asked: Path | None) -> tuple[Path, Stack]:
-    """Where the file fits; with fewer layers, and a line that says so, where it does not."""
-    candidates = [asked] if asked else [Path("/dev/shm"), Path(tempfile.gettempdir())]
-    free = {place: shutil.disk_usage(place).free for place in candidates if place.is_dir()}
-    memory = free_memory()
-    places = ", ".join(f"{place} {size / 1e9:.1f} GB" for place, size in free.items())
-    course.say(f"free: {places}; memory {memory / 1e9:.1f} GB; {os.cpu_count()} cores")
-    if Path("/dev/shm") in free:  # its files take memory, which the engine needs too
-        free[Path("/dev/shm")] = min(free[Path("/dev/shm")], memory - RESERVE)
-    for layers in range(stack.layers, 0, -1):
-        smaller = replace(stack, layers=layers)
-        place = next((place for place, size in free.items() if size - SPARE >= file_bytes(smaller)), None)
-        if place is not None:
-            if layers < stack.layers:
-                course.say(
-                    f"ONLY {layers} OF {stack.layers} LAYERS FIT: every figure is of {layers} layers, not scaled"
-                )
-            return Path(tempfile.mkdtemp(prefix="layer-stack-", dir=place)), smaller
-    raise RuntimeError("no place for the file of a single layer")
 
 
 def patch(gguf: Path, workdir: Path, note: Callable[[str], None]) -> Path:

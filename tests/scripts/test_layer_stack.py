@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -18,7 +19,8 @@ from glm5deploy.glm_dsa.tokenizer import byte_alphabet
 from glm5deploy.vllm_plugin import weights
 from glm5deploy.vllm_plugin.loader import main_placements
 from glm5deploy.vllm_plugin.model_files import ModelFiles
-from scripts.layer_stack import groups, report, trace
+from scripts.layer_stack import groups, place, report, trace
+from scripts.layer_stack.course import Course
 from scripts.layer_stack.generate import file_bytes, tensors_of, write_stack
 from scripts.layer_stack.stack import Stack
 from scripts.layer_stack.vocabulary import vocabulary
@@ -127,6 +129,40 @@ def test_a_vocabulary_of_any_size(size: int) -> None:
 def test_a_vocabulary_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot hold"):
         vocabulary(300)
+
+
+# --- Course ---
+
+
+def test_a_file_that_does_not_fit_is_cut_to_fewer_layers_and_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = Stack(4, "small")
+    room = place.SPARE + file_bytes(Stack(3, "small"))
+    monkeypatch.setattr(place.shutil, "disk_usage", lambda _: SimpleNamespace(free=room))
+    folder, stack = place.choose_folder(Course(tmp_path / "out", 100), wanted, tmp_path)
+    assert (folder.parent, stack) == (tmp_path, Stack(3, "small"))
+    assert "ONLY 3 OF 4 LAYERS FIT" in capsys.readouterr().out
+    room -= 1
+    assert place.choose_folder(Course(tmp_path / "out", 100), wanted, tmp_path)[1].layers == 2
+
+
+def test_a_course_goes_on_after_a_failure_and_leaves_out_what_would_be_late(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    course, done = Course(tmp_path, 60), []
+
+    def fails() -> None:
+        raise RuntimeError("the server broke off")
+
+    course.attempt("first", 1, fails)
+    course.attempt("second", 1, lambda: done.append("second"))
+    course.attempt("third", 61, lambda: done.append("third"))
+    assert done == ["second"]
+    said = capsys.readouterr().out
+    assert "first FAILED: RuntimeError: the server broke off" in said
+    assert "third: left out" in said
+    assert said == (tmp_path / "report.txt").read_text()
 
 
 # --- Traces ---
