@@ -61,6 +61,7 @@ class PatchConfig:
 class InstallConfig:
     attention: Literal["triton", "native"] = "triton"
     tune: bool = False
+    heads: int = 0  # attention heads of one GPU that launch parameters are measured for; 0: the model's over the GPUs
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ class ServeSettings:
     stop_grace: float = STOP_GRACE
     stall_seconds: float = 300.0
     cache_dir: Path | None = None
+    kernel_table: Path | None = None
     api_key_protected: bool = False
     extra: tuple[str, ...] = ()
 

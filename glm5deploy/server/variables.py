@@ -10,6 +10,8 @@ from glm5deploy.glm_dsa.pipeline_parallel import partition_variable
 from glm5deploy.server.model_facts import ModelFacts
 from glm5deploy.server.settings import ServeSettings
 
+TABLE_VARIABLE = "GLM5DEPLOY_KERNEL_TABLE"
+
 
 def generated_variables(settings: ServeSettings, model: ModelFacts) -> dict[str, tuple[str, str]]:
     """Value and reason by name. Raises UsageError when there are too few cores or indexers for the ranks."""
@@ -26,6 +28,8 @@ def generated_variables(settings: ServeSettings, model: ModelFacts) -> dict[str,
     if settings.cache_dir is not None:
         for name, folder in (("VLLM_CACHE_ROOT", "vllm"), ("TRITON_CACHE_DIR", "triton")):
             variables[name] = (str(settings.cache_dir / folder), "compiled code is kept for the next start")
+    if settings.kernel_table is not None:
+        variables[TABLE_VARIABLE] = (str(settings.kernel_table), "launch parameters that were measured on this GPU")
     if settings.device == "cuda":
         variables["VLLM_USE_FLASHINFER_SAMPLER"] = ("0", "its first use compiles for two minutes")
         return variables

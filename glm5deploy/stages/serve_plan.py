@@ -20,6 +20,7 @@ from glm5deploy.server.running import Places
 from glm5deploy.server.settings import Device, ServeSettings
 from glm5deploy.stages.engine_check import check_engine_versions, check_vllm_arguments
 from glm5deploy.stages.gpu_preflight import Machine, gpu_checks, read_machine
+from glm5deploy.stages.kernel_table import usable_table
 
 MEMO = "vllm-arguments.json"
 _BASE_SECONDS = 600.0  # imports, profiling, compilation and warm-up with cold caches
@@ -40,6 +41,7 @@ class ServePlan:
     memo: Path
     machine: Machine | None
     """None on the CPU engine."""
+    table_checks: tuple[Check, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -51,6 +53,7 @@ class ServePlan:
         checks = [
             check_engine_versions(self.install),
             *check_host(self.settings, self.model, self.places.log, self.key),
+            *self.table_checks,
         ]
         if self.machine is not None:
             checks += gpu_checks(self.machine, self.ranks)
@@ -67,12 +70,21 @@ def make_plan(
     device = _device(install)
     key = find_api_key(config.serve.api_key_file, environment)
     machine = read_machine(environment) if device == "cuda" else None
-    settings = _settings(folder, config, device, model, install, environment, machine)
+    table, table_checks = _kernel_table(config, device, model, install)
+    settings = _settings(folder, config, device, model, install, environment, machine, table)
     require_tensor_parallel(model, settings, config.serve.weights)
     command = build_command(settings, model, config.serve.weights, environment=environment)
-    return ServePlan(
-        settings, command, model, Places.of(workdir), key, install, workdir / ".glm5deploy" / MEMO, machine
-    )
+    memo = workdir / ".glm5deploy" / MEMO
+    return ServePlan(settings, command, model, Places.of(workdir), key, install, memo, machine, tuple(table_checks))
+
+
+def _kernel_table(
+    config: Config, device: Device, model: ModelFacts, install: Mapping[str, object]
+) -> tuple[Path | None, list[Check]]:
+    """Measured launch parameters are for our kernels alone."""
+    if device != "cuda" or install.get("attention") == "native":
+        return None, []
+    return usable_table(install, model.heads // config.serve.tp, config.serve.kv_dtype == "fp8_ds_mla")
 
 
 def _device(install: Mapping[str, object]) -> Device:
@@ -95,6 +107,7 @@ def _settings(
     install: Mapping[str, object],
     environment: Mapping[str, str],
     machine: Machine | None,
+    kernel_table: Path | None,
 ) -> ServeSettings:
     serve = config.serve
     kv_space = environment.get("VLLM_CPU_KVCACHE_SPACE", "")
@@ -121,6 +134,7 @@ def _settings(
         or (serve.custom_all_reduce == "auto" and machine is not None and machine.custom_all_reduce(serve.tp)),
         cpu_kv_gib=int(kv_space) if kv_space.isdigit() and int(kv_space) else 1,
         cpu_cores=tuple(sorted(os.sched_getaffinity(0))),
+        kernel_table=kernel_table,
         ready_timeout=serve.ready_timeout or ready_timeout(model),
         stall_seconds=serve.stall_seconds,
         extra=serve.extra,

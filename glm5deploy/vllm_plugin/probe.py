@@ -1,4 +1,4 @@
-"""Does this vLLM take our plugin? ``python -m glm5deploy.vllm_plugin.probe [--json] [--numerics] [--tune]``.
+"""Does this vLLM take our plugin? ``python -m glm5deploy.vllm_plugin.probe [--json] [--numerics]``.
 
 Prints one report: ``ok``, ``problems`` (``symbol``, ``message``, ``hint``), ``versions``, ``device``, ``checks``. Exits
 with 1 when anything is wrong. Every step runs that can, so that one report names every problem.
@@ -23,7 +23,7 @@ _PLUGIN = "glm5deploy"
 _IMPORT_ERRORS = (ImportError, AttributeError, RuntimeError, OSError, ValueError)
 
 
-def probe(*, numerics: bool = False, tune: bool = False) -> dict[str, Any]:
+def probe(*, numerics: bool = False) -> dict[str, Any]:
     """The report described in the module's head."""
     report: dict[str, Any] = {"ok": False, "problems": [], "versions": versions(), "device": None, "checks": {}}
     steps: list[tuple[str, Callable[[], Any]]] = [("vllm", compat.require_supported), ("import", _import)]
@@ -39,7 +39,6 @@ def probe(*, numerics: bool = False, tune: bool = False) -> dict[str, Any]:
         ("model class", _model_class),
         ("hook", _hook),
         *((("numerics", _numerics),) if numerics else ()),
-        *((("tuning", _tuning),) if tune else ()),
     ):
         _run(report, name, step)
     report["ok"] = not report["problems"]
@@ -179,24 +178,12 @@ def _numerics() -> dict[str, Any]:
     return check()
 
 
-def _tuning() -> str:
-    kind = device()["type"]
-    if kind != "cpu":
-        raise DeployError(
-            f"install does not measure launch parameters on {kind} by itself yet",
-            hint="python -m glm5deploy.kernels.tune --heads HEADS --out FILE, then serve with "
-            "GLM5DEPLOY_KERNEL_TABLE=FILE; or install without --tune",
-        )
-    return "a CPU runs no kernels with launch parameters"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m glm5deploy.vllm_plugin.probe", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
     parser.add_argument("--numerics", action="store_true", help="check indexer and attention against float64")
-    parser.add_argument("--tune", action="store_true", help="measure launch parameters on this GPU and keep them")
     chosen = parser.parse_args(arguments)
-    report = probe(numerics=chosen.numerics, tune=chosen.tune)
+    report = probe(numerics=chosen.numerics)
     if chosen.json:
         sys.stdout.write(json.dumps(report) + "\n")
     else:
