@@ -108,6 +108,7 @@ def engine(
     dtype: str = "float32",
     flags: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
+    start_seconds: float = START_SECONDS,
 ) -> Iterator[Engine]:
     """Start vLLM's own server as a user would, and stop its whole process group at the end.
 
@@ -137,14 +138,14 @@ def engine(
     with served.log.open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
-            _wait_until_healthy(served, process)
+            _wait_until_healthy(served, process, start_seconds)
             yield served
         finally:
             _stop(process)
 
 
-def _wait_until_healthy(served: Engine, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_SECONDS
+def _wait_until_healthy(served: Engine, process: subprocess.Popen[bytes], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         assert process.poll() is None, f"vLLM stopped with {process.returncode}\n{served.tail()}"
         try:
@@ -152,7 +153,7 @@ def _wait_until_healthy(served: Engine, process: subprocess.Popen[bytes]) -> Non
                 return
         except httpx.TransportError:
             time.sleep(0.5)
-    raise AssertionError(f"vLLM was not ready within {START_SECONDS:.0f} s\n{served.tail()}")
+    raise AssertionError(f"vLLM was not ready within {seconds:.0f} s\n{served.tail()}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

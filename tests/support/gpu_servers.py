@@ -23,6 +23,7 @@ from tests.support.engine import Answer, Engine, engine
 from tests.support.goldens import PROMPTS, prompts
 from tests.vllm_plugin.conftest import Recording, Run, record_prompts
 
+START_SECONDS = 480.0  # several servers at once may have to compile every kernel
 CORES_A_RANK = 4  # a start is bound by imports and kernel compilation
 # The cache's size is given: profiling it would count what the servers beside this one allocate meanwhile.
 FLAGS = ("--kv-cache-memory-bytes", str(2 << 30), "--max-num-seqs", "16", "--disable-flashinfer-autotune")
@@ -181,7 +182,15 @@ def _serve(run: GpuRun, folder: Path, work: Path, places: Places) -> Result:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         begun = time.monotonic()
         try:
-            with engine(folder, work, tp=run.run.tp, dtype=run.run.dtype, flags=flags, variables=variables) as served:
+            with engine(
+                folder,
+                work,
+                tp=run.run.tp,
+                dtype=run.run.dtype,
+                flags=flags,
+                variables=variables,
+                start_seconds=START_SECONDS,
+            ) as served:
                 result.seconds = time.monotonic() - begun
                 for task in run.tasks:
                     task(run, served, result)

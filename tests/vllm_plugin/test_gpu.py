@@ -42,7 +42,7 @@ CRAMPED = ("--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "48")
 ALL = (ask_prompts, ask_together, ask_lengths)
 RUNS = (
     GpuRun("A", bf16("A"), ALL, empty_cache=True),
-    GpuRun("A-mtp", bf16("A"), (*ALL, ask_drafts), flags=DRAFT, empty_cache=True),
+    GpuRun("A-mtp", bf16("A"), (*ALL, ask_drafts), flags=DRAFT),
     GpuRun("A-fp8-cache", bf16("A"), ALL, flags=PACKED),
     GpuRun("B-Q4", bf16("B-Q4"), ALL),
     GpuRun("B-Q8", bf16("B-Q8"), ALL),
