@@ -134,15 +134,20 @@ class Memory:
 
 
 def gpu_memory(pids: set[int]) -> float | None:
-    """MiB that these processes hold of all GPUs, or None where nvidia-smi lists none of them."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    """MiB that these processes hold of all GPUs; of everybody where nvidia-smi names none of them; None without it."""
+    apps = _nvidia_smi("--query-compute-apps=pid,used_memory")
+    ours = [float(row[1]) for row in apps if row[0].isdigit() and int(row[0]) in pids and row[1].isdigit()]
+    everybody = [] if ours else [float(row[0]) for row in _nvidia_smi("--query-gpu=memory.used")]
+    return sum(ours or everybody) if ours or everybody else None
+
+
+def _nvidia_smi(query: str) -> list[list[str]]:
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
-    rows = [line.split(", ") for line in listed.splitlines() if line.count(", ") == 1]
-    ours = [float(used) for pid, used in rows if int(pid) in pids and used.isdigit()]
-    return sum(ours) if ours else None
+        return []
+    return [line.split(", ") for line in listed.splitlines() if line]
 
 
 def listener(port: int) -> psutil.Process:
