@@ -1,12 +1,12 @@
 """Launch parameters, chosen without trying: tile sizes and splits from the shapes and the GPU's size.
 
-The choices are reckoned, not measured (docs/benchmarks/quants.md): about two programs a multiprocessor, none under two
-super-blocks, and the smallest token tile that holds most experts' pairs.
+Measured on an H200 (docs/benchmarks/quants.md): several programs a multiprocessor, none under two super-blocks, and the
+smallest token tile that holds nearly every expert's pairs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SMALL_SHARED = frozenset({(8, 6), (8, 9), (12, 0), (12, 1)})  # 99 KiB of shared memory a program, not 163 or 227
 DENSE_TOKENS = 192  # from here on, weights are unpacked to bf16 once and multiplied by cuBLAS
@@ -24,43 +24,48 @@ class Launch:
     warps: int = 4
     stages: int = 3
 
+    @property
+    def variant(self) -> tuple[int, ...]:
+        """What a kernel is compiled for; parts and tiles are arguments."""
+        return self.bn, self.bm, self.warps, self.stages
 
-def _tokens_tile(rows: int) -> int:
-    return 16 if rows <= 16 else 32 if rows <= 32 else 64
+
+def _tile(rows: float, small_shared: bool) -> Launch:
+    """The tile for so many tokens. Up to 16, warps work alone (mma.sync); four multiply larger tiles together."""
+    if rows <= 8:
+        return Launch(32, 8, warps=2)
+    if rows <= 16:
+        return Launch(64, 16, warps=2)
+    return Launch(64, 32 if rows <= 32 else 64, stages=2 if small_shared else 3)
 
 
-def _parts(programs: int, supers: int, processors: int, most: int) -> int:
-    """Parts of K that bring a launch to about two programs a multiprocessor, none under two super-blocks."""
-    wanted = max(1, round(2 * processors / max(programs, 1)))
-    return max(1, min(wanted, most, supers // 2))
+def _parts(programs: int, supers: int, processors: int, least: int) -> int:
+    """Parts of K, a power of two: as many as leave ``least`` super-blocks to each and few programs waiting."""
+    parts = 1
+    while 2 * parts * least <= supers and 2 * parts * programs <= 10 * processors and parts < 8:
+        parts *= 2
+    return parts
 
 
 def linear_launch(m: int, n: int, supers: int, processors: int, small_shared: bool = False) -> Launch:
     """For y[m, n] with ``supers`` super-blocks along K."""
-    bm = _tokens_tile(m)
-    programs = -(-m // bm) * -(-n // 64)
-    stages = 2 if small_shared and bm > 16 else 3
-    return Launch(64, bm, _parts(programs, supers, processors, 16), stages=stages)
+    c = _tile(m, small_shared)
+    programs = -(-m // c.bm) * -(-n // c.bn)
+    return replace(c, parts=_parts(programs, supers, processors, 3 if programs > processors // 2 else 2))
 
 
 def gate_up_launch(
     pairs: int, experts: int, n: int, supers: int, processors: int, small_shared: bool = False
 ) -> Launch:
     """For ``pairs`` (token, expert) pairs over ``experts`` experts of ``n`` hidden units on this rank."""
-    mean = pairs / experts
-    bm = 16 if mean <= 10 else 32 if mean <= 24 else 64
-    active = min(pairs, experts)
-    parts = _parts(active * -(-n // 64), supers, processors, 8) if pairs <= SEARCH_PAIRS else 1
-    stages = 2 if small_shared or bm > 32 else 3
-    return Launch(64, bm, parts, stages=stages)
+    c = _tile(2 * pairs / experts, small_shared)
+    if pairs > SEARCH_PAIRS:
+        return c
+    return replace(c, parts=_parts(min(pairs, experts) * -(-n // c.bn), supers, processors, 3))
 
 
 def down_launch(pairs: int, experts: int, n: int, supers: int, processors: int, small_shared: bool = False) -> Launch:
     """For the second product of the same pairs: ``n`` outputs, ``supers`` super-blocks of hidden units."""
-    mean = pairs / experts
-    bm = 16 if mean <= 10 else 32 if mean <= 24 else 64
-    spans = -(-n // 64)
-    programs = min(pairs, experts) * spans
-    tiles = max(1, min(8, programs // (4 * processors)))
-    stages = 2 if small_shared and bm > 16 else 3
-    return Launch(64, bm, tiles=tiles, stages=stages)
+    c = _tile(2 * pairs / experts, small_shared)
+    programs = min(pairs, experts) * -(-n // c.bn)
+    return replace(c, tiles=max(1, min(8, programs // (6 * processors))))

@@ -6,37 +6,14 @@ the sum does not depend on timing. Letters: M tokens, N outputs, K inputs; BN, B
 """
 
 # Triton reads these functions: branches on constants need their else, comparisons their plain form.
-# ruff: noqa: E741
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from glm5deploy.quants.unpack import load_super, weight_pair
-
-
-@triton.jit
-def load_x(rows, sb, I: tl.constexpr, m_ok, K, EVEN: tl.constexpr, PTX: tl.constexpr):
-    """x^T tile [32, BM] of weights 32 I... of a super-block; rows: pointers [BM] to the tokens' inputs."""
-    k = sb * 256 + 32 * I + tl.arange(0, 32)
-    ok = m_ok[None, :] if EVEN else m_ok[None, :] & (k[:, None] < K)
-    x = tl.load(rows[None, :] + k[:, None], mask=ok, other=0.0)
-    return x if PTX else x.to(tl.float32)
-
-
-@triton.jit
-def dot_super(
-    acc, rows, m_ok, K, low, high, words, halves, sb, n, N, FMT: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr
-):
-    """acc[BN, BM] += W[n, super-block sb] x^T."""
-    state = load_super(low, high, words, halves, sb, n, N, FMT)
-    for P in tl.static_range(4):
-        x0 = load_x(rows, sb, 2 * P, m_ok, K, EVEN, PTX)
-        x1 = load_x(rows, sb, 2 * P + 1, m_ok, K, EVEN, PTX)
-        a, b = weight_pair(state, low, halves, sb, n, N, P, FMT, PTX)
-        acc = tl.dot(a, x0, acc, input_precision="ieee")
-        acc = tl.dot(b, x1, acc, input_precision="ieee")
-    return acc
+from glm5deploy.quants.scales import DENSE, group_scale, group_tiles, has_minimum, load_scales
+from glm5deploy.quants.tile_product import add_super, load_x
+from glm5deploy.quants.unpack import excess, load_codes, weight_tile
 
 
 @triton.jit
@@ -51,18 +28,19 @@ def arrive(ticket, ARRIVALS):
 
 
 @triton.jit
-def add_parts(at, stride, ok, PARTS: tl.constexpr):
+def add_parts(at, stride, ok, PARTS):
     """Sum of the parts stored at ``at`` + part * stride, in order."""
     total = tl.load(at, mask=ok, other=0.0, cache_modifier=".cg")
-    for p in tl.static_range(1, PARTS):
+    for p in range(1, PARTS):
         total += tl.load(at + p * stride, mask=ok, other=0.0, cache_modifier=".cg")
     return total
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "SUPERS", "PARTS", "y_stride"])
 def linear_kernel(
-    x, low, high, words, halves, y, parts, tickets, M, N, K, x_stride, y_stride, SUPERS,
-    FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    x, low, high, words, halves, y, parts, tickets, M, N, K, x_stride, y_stride, SUPERS, PARTS,
+    FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Grid (M tiles, N tiles, PARTS). parts fp32 [PARTS, M, N]; tickets int32 [tiles], zero between launches."""
     i_m, i_n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -71,8 +49,9 @@ def linear_kernel(
     n_in = tl.minimum(n, N - 1)
     m_ok = m < M
     acc = tl.zeros([BN, BM], tl.float32)
-    for sb in range(part * SUPERS // PARTS, (part + 1) * SUPERS // PARTS):
-        acc = dot_super(acc, x + m * x_stride, m_ok, K, low, high, words, halves, sb, n_in, N, FMT, EVEN, PTX)
+    for sb in tl.range(part * SUPERS // PARTS, (part + 1) * SUPERS // PARTS, num_stages=STAGES):
+        xs = load_x(x + m * x_stride, sb, m_ok, K, EVEN, PTX)
+        acc = add_super(acc, xs, low, high, words, halves, sb, n_in, N, FMT, PTX)
     ok = m_ok[None, :] & (n[:, None] < N)
     at = y + m[None, :] * y_stride + n[:, None]
     if PARTS == 1:
@@ -85,7 +64,7 @@ def linear_kernel(
             tl.store(at, add_parts(p_part, stride, ok, PARTS).to(y.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "n0", "n1"])
 def dense_kernel(
     low, high, words, halves, out, N, n0, n1, K,
     FMT: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
@@ -94,11 +73,16 @@ def dense_kernel(
     sb, i_n = tl.program_id(0), tl.program_id(1)
     n = n0 + i_n * BN + tl.arange(0, BN)
     n_in = tl.minimum(n, N - 1)
-    state = load_super(low, high, words, halves, sb, n_in, N, FMT)
-    for P in tl.static_range(4):
-        a, b = weight_pair(state, low, halves, sb, n_in, N, P, FMT, PTX)
-        k = sb * 256 + 64 * P + tl.arange(0, 32)
+    codes = load_codes(low, high, sb, n_in, N, FMT)
+    scales = load_scales(words, halves, sb, n_in, N, FMT)
+    for i in tl.static_range(16):
+        w = weight_tile(codes, i, FMT, PTX).to(tl.float32)
+        if FMT[3] != DENSE:
+            s, least = group_scale(scales, i // group_tiles(FMT[3]), FMT, PTX)
+            w = (w - excess(FMT)) * s[:, None]
+            if has_minimum(FMT[3]):
+                w -= (least * 128.0)[:, None]
+        k = sb * 256 + 16 * i + tl.arange(0, 16)
         at = out + (n[:, None] - n0).to(tl.int64) * K + k[None, :]
         ok = n[:, None] < n1
-        tl.store(at, a.to(out.dtype.element_ty), mask=ok if EVEN else ok & (k[None, :] < K))
-        tl.store(at + 32, b.to(out.dtype.element_ty), mask=ok if EVEN else ok & (k[None, :] + 32 < K))
+        tl.store(at, w.to(out.dtype.element_ty), mask=ok if EVEN else ok & (k[None, :] < K))

@@ -1,4 +1,4 @@
-"""Routed experts in two launches: gate, up and SiLU; then down, router weight and the sum over a token's experts.
+"""Routed experts in three launches: gate, up and SiLU; down and router weight; the sum over a token's experts.
 
 A *pair* is one of a token's experts: pair p = token * TOPK + slot. A program takes an expert's weights for a tile of
 outputs and all of that expert's pairs, BM at a time, so a weight is read once however many tokens want it. With few
@@ -7,14 +7,14 @@ Letters: T tokens, P pairs, E experts, N outputs, K inputs; BN, BM the tile.
 """
 
 # Triton reads these functions: branches on constants need their else, comparisons their plain form.
-# ruff: noqa: PIE808, RET505
+# ruff: noqa: RET505
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from glm5deploy.quants.linear_kernel import add_parts, arrive, load_x
-from glm5deploy.quants.unpack import load_super, weight_pair
+from glm5deploy.quants.linear_kernel import add_parts, arrive
+from glm5deploy.quants.tile_product import add_span, add_super, load_super, load_x
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -71,18 +71,24 @@ def pairs_sorted(order, work, item, BM: tl.constexpr):
 
 @triton.jit
 def pairs_of(ids, order, work, item, P, PAIRS: tl.constexpr, BM: tl.constexpr):
-    """What this program has to do: searched for among PAIRS (a power of two) pairs, or, if PAIRS is 0, sorted."""
-    if PAIRS > 0:
+    """What this program has to do: searched for among PAIRS (a power of two) pairs, or, if PAIRS is 0, sorted.
+
+    One token's pairs (PAIRS is 1) have nothing to find: each is alone with its expert.
+    """
+    if PAIRS == 1:
+        expert = tl.load(ids + item).to(tl.int32)
+        return item + tl.zeros([BM], tl.int32), tl.where(expert >= 0, 1, 0), expert
+    elif PAIRS > 0:
         return pairs_here(ids, item, P, PAIRS, BM)
     else:
         return pairs_sorted(order, work, item, BM)
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit(do_not_specialize=["P", "SUPERS", "PARTS"])
 def gate_up_kernel(
-    x, gl, gh, gw, gs, ul, uh, uw, us, ids, order, work, hidden, parts, tickets, P, N, K, x_stride, SUPERS,
-    G: tl.constexpr, U: tl.constexpr, TOPK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
-    PAIRS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    x, gl, gh, gw, gs, ul, uh, uw, us, ids, order, work, hidden, parts, tickets, P, N, K, x_stride, SUPERS, PARTS,
+    G: tl.constexpr, U: tl.constexpr, TOPK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    PAIRS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """hidden [P, N] = silu(gate x) * up x. parts fp32 [PARTS, P, 2N]; tickets int32 [P, N tiles], zero.
 
@@ -99,18 +105,13 @@ def gate_up_kernel(
         first = e * SUPERS  # planes of all experts are consecutive super-blocks
         gate = tl.zeros([BN, BM], tl.float32)
         up = tl.zeros([BN, BM], tl.float32)
-        for sb in range(part * SUPERS // PARTS, (part + 1) * SUPERS // PARTS):
+        for sb in tl.range(part * SUPERS // PARTS, (part + 1) * SUPERS // PARTS, num_stages=STAGES):
+            xs = load_x(rows, sb, m_ok, K, EVEN, PTX)
             g_state = load_super(gl, gh, gw, gs, first + sb, n_in, N, G)
             u_state = load_super(ul, uh, uw, us, first + sb, n_in, N, U)
-            for Q in tl.static_range(4):
-                x0 = load_x(rows, sb, 2 * Q, m_ok, K, EVEN, PTX)
-                x1 = load_x(rows, sb, 2 * Q + 1, m_ok, K, EVEN, PTX)
-                a, b = weight_pair(g_state, gl, gs, first + sb, n_in, N, Q, G, PTX)
-                gate = tl.dot(a, x0, gate, input_precision="ieee")
-                gate = tl.dot(b, x1, gate, input_precision="ieee")
-                a, b = weight_pair(u_state, ul, us, first + sb, n_in, N, Q, U, PTX)
-                up = tl.dot(a, x0, up, input_precision="ieee")
-                up = tl.dot(b, x1, up, input_precision="ieee")
+            for h in tl.static_range(8):  # both at once, so that what they share of x lives briefly
+                gate = add_span(gate, g_state, xs[2 * h], xs[2 * h + 1], h, G, PTX)
+                up = add_span(up, u_state, xs[2 * h], xs[2 * h + 1], h, U, PTX)
         ok = m_ok[None, :] & (n[:, None] < N)
         at = hidden + pairs[None, :].to(tl.int64) * N + n[:, None]
         if PARTS == 1:
@@ -127,56 +128,48 @@ def gate_up_kernel(
                 tl.store(at, (gate * tl.sigmoid(gate) * up).to(hidden.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit(do_not_specialize=["P", "SUPERS", "TILES"])
 def down_kernel(
-    hidden, low, high, words, halves, ids, order, work, weights, y, out, tickets, P, N, K, SUPERS,
-    FMT: tl.constexpr, TOPK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr,
-    PAIRS: tl.constexpr, ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    hidden, low, high, words, halves, ids, order, work, weights, terms, P, N, K, SUPERS, TILES,
+    FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
+    ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """out [T, N] = sum over a token's pairs of weight * (down hidden); y [P, N] holds the terms.
+    """terms [P, N] = weight * (down hidden), for ``sum_kernel``. ONE: SUPERS is 1, and hidden units are read once.
 
-    Whichever program brings a token's last term of a span of TILES * BN outputs adds them, in the order of slots.
-    Grid (spans, P or work items) as in ``gate_up_kernel``; tickets int32 [T, spans], zero. ONE: SUPERS is 1.
+    Grid (spans of TILES * BN outputs, P or work items), as in ``gate_up_kernel``.
     """
     pairs, count, e = pairs_of(ids, order, work, tl.program_id(1), P, PAIRS, BM)
     if count > 0:
-        span = tl.program_id(0)
         m_ok = tl.arange(0, BM) < count
         wide = pairs.to(tl.int64)
         rows = hidden + wide * K
         first = e * SUPERS
         share = tl.load(weights + pairs, mask=m_ok, other=0.0).to(tl.float32)
-        for t in range(0, TILES):
-            n = (span * TILES + t) * BN + tl.arange(0, BN)
+        xs = load_x(rows, 0, m_ok, K, EVEN, PTX)
+        for t in tl.range(0, TILES, num_stages=STAGES):
+            n = (tl.program_id(0) * TILES + t) * BN + tl.arange(0, BN)
             n_in = tl.minimum(n, N - 1)
             acc = tl.zeros([BN, BM], tl.float32)
-            for sb in range(0, 1 if ONE else SUPERS):
-                state = load_super(low, high, words, halves, first + sb, n_in, N, FMT)
-                for Q in tl.static_range(4):
-                    x0 = load_x(rows, sb, 2 * Q, m_ok, K, EVEN, PTX)
-                    x1 = load_x(rows, sb, 2 * Q + 1, m_ok, K, EVEN, PTX)
-                    a, b = weight_pair(state, low, halves, first + sb, n_in, N, Q, FMT, PTX)
-                    acc = tl.dot(a, x0, acc, input_precision="ieee")
-                    acc = tl.dot(b, x1, acc, input_precision="ieee")
-            ok = m_ok[None, :] & (n[:, None] < N)
-            at = y + wide[None, :] * N + n[:, None]
-            tl.store(at, (acc * share[None, :]).to(y.dtype.element_ty), mask=ok, cache_modifier=".cg")
-        token = pairs // TOPK
-        need = tl.zeros([BM], tl.int32)
-        for s in tl.static_range(TOPK):
-            need += (tl.load(ids + token * TOPK + s, mask=m_ok, other=-1) >= 0).to(tl.int32)
-        tl.debug_barrier()  # all threads' stores come before the tickets
-        p_ticket = tickets + token * tl.num_programs(0) + span
-        done = m_ok & (tl.atomic_add(p_ticket, 1, mask=m_ok, sem="acq_rel") == need - 1)
-        tl.debug_barrier()
-        if tl.sum(done.to(tl.int32)) > 0:
-            tl.store(p_ticket, 0, mask=done)
-            for t in range(0, TILES):
-                n = (span * TILES + t) * BN + tl.arange(0, BN)
-                ok = done[None, :] & (n[:, None] < N)
-                total = tl.zeros([BN, BM], tl.float32)
-                for s in tl.static_range(TOPK):
-                    here = ok & (tl.load(ids + token * TOPK + s, mask=m_ok, other=-1) >= 0)[None, :]
-                    at = y + (token * TOPK + s).to(tl.int64)[None, :] * N + n[:, None]
-                    total += tl.load(at, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
-                tl.store(out + token[None, :].to(tl.int64) * N + n[:, None], total.to(out.dtype.element_ty), mask=ok)
+            if ONE:
+                acc = add_super(acc, xs, low, high, words, halves, first, n_in, N, FMT, PTX)
+            else:
+                for sb in tl.range(0, SUPERS, num_stages=STAGES):
+                    more = load_x(rows, sb, m_ok, K, EVEN, PTX)
+                    acc = add_super(acc, more, low, high, words, halves, first + sb, n_in, N, FMT, PTX)
+            at = terms + wide[None, :] * N + n[:, None]
+            tl.store(at, (acc * share[None, :]).to(terms.dtype.element_ty), mask=m_ok[None, :] & (n[:, None] < N))
+
+
+@triton.jit
+def sum_kernel(terms, ids, out, N, TOPK: tl.constexpr, BN: tl.constexpr):
+    """out [T, N] = sum of a token's terms [TOPK, N], in the order of slots; pairs without an expert have none.
+
+    Grid (T, N / BN).
+    """
+    pair = tl.program_id(0).to(tl.int64) * TOPK
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    total = tl.zeros([BN], tl.float32)
+    for s in tl.static_range(TOPK):
+        end = tl.where(tl.load(ids + pair + s) >= 0, N, 0)
+        total += tl.load(terms + (pair + s) * N + n, mask=n < end, other=0.0).to(tl.float32)
+    tl.store(out + tl.program_id(0).to(tl.int64) * N + n, total.to(out.dtype.element_ty), mask=n < N)

@@ -1,17 +1,16 @@
 """Blocks of a GGUF file rearranged into planes that kernels read with 16-byte loads, and back.
 
 Letters: E experts (1 for a linear layer), N rows (outputs), S super-blocks of 256 weights along a row, and inside a
-super-block tile i of 8 and column j of 32: weight 32 i + j. All planes put S before N, so that the rows a kernel reads
+super-block tile i of 16 and column j of 16: weight 16 i + j. All planes put S before N, so that the rows a kernel reads
 together are contiguous:
 
 ======  ======================  ====================================================================================
 plane   shape                   content
 ======  ======================  ====================================================================================
-low     int32 [E, S, N, 32]     4-bit types: code of weight 32 i + j in bits 4 i of word j
-..      int16 [E, S, N, 32]     2-bit types: bits 2 i
-..      int32 [E, S, N, 2, 32]  8-bit types: byte i % 4 of word j in half i // 4
-..      bf16 [E, S, N, 256]     dense types
-high    uint8 or int16          one or two more bits a code: bit i, or bits 2 i, of element j; [E, S, N, 32]
+low     int16 [E, S, b, N, 16]  b bits a code (2, 4 or 8): element j of part p holds tiles 16 p / b and on, the first in
+                                the lowest bits
+..      bf16 [E, S, 16, N, 16]  dense types: tile i is part i
+high    int16 [E, S, b, N, 16]  one or two more bits a code, likewise
 words   int32 [E, S, W, N]      packed scales, the file's own bytes
 halves  int16 [E, S, H, N]      fp16 scales (and IQ4_XS's upper scale bits), the file's own bytes
 ======  ======================  ====================================================================================
@@ -67,6 +66,11 @@ class Planes:
         parts = (None if t is None else t[start:stop] for t in (self.low, self.high, self.words, self.halves))
         return Planes(self.format, self.rows, self.columns, *parts)  # type: ignore[arg-type]
 
+    def take(self, rows: torch.Tensor) -> Planes:
+        """Rows int64 [R] of every expert, in that order."""
+        parts = (None if t is None else t.index_select(3, rows) for t in (self.low, self.high, self.words, self.halves))
+        return Planes(self.format, rows.shape[0], self.columns, *parts)  # type: ignore[arg-type]
+
     def copy_(self, other: Planes) -> None:
         """Fill these planes (a slice of preallocated ones, say) with others of the same shape and type."""
         if (self.format.name, self.rows, self.columns) != (other.format.name, other.rows, other.columns):
@@ -75,24 +79,14 @@ class Planes:
             mine.copy_(theirs)
 
 
-def _bit_shape(width: int) -> tuple[torch.dtype, tuple[int, ...]]:
-    return {
-        1: (torch.uint8, (32,)),
-        2: (torch.int16, (32,)),
-        4: (torch.int32, (32,)),
-        8: (torch.int32, (2, 32)),
-        16: (torch.bfloat16, (SUPER,)),
-    }[width]
-
-
 def empty_planes(type_name: str, rows: int, columns: int, experts: int = 1, device: str = "cpu") -> Planes:
     """Uninitialised planes for ``experts`` weights [rows, columns]; a loader fills them expert by expert."""
     fmt = format_of(type_name)
     supers = -(-columns // SUPER)
 
     def bits(width: int) -> torch.Tensor:
-        dtype, tail = _bit_shape(width)
-        return torch.empty((experts, supers, rows, *tail), dtype=dtype, device=device)
+        dtype = torch.bfloat16 if fmt.dense else torch.int16
+        return torch.empty((experts, supers, width, rows, 16), dtype=dtype, device=device)
 
     def scales(count: int, dtype: torch.dtype) -> torch.Tensor | None:
         return torch.empty((experts, supers, count, rows), dtype=dtype, device=device) if count else None
@@ -188,25 +182,18 @@ def raw_of(fmt: Format, fields: Fields, columns: int) -> torch.Tensor:
 
 
 def _pack(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Codes [E, N, S, 256] to a plane [E, S, N, ...]; only the low ``width`` bits of a code may be set."""
-    if width == 8:
-        order = codes.unflatten(-1, (2, 4, 32)).permute(0, 2, 1, 3, 5, 4)  # [E, S, N, half, j, byte]
-    else:
-        tiles = codes.unflatten(-1, (width, 8 // width, 32))  # [E, N, S, byte, field of it, j]
-        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)
-        packed = (tiles << shifts[:, None]).sum(-2, dtype=torch.uint8)
-        order = packed.permute(0, 2, 1, 4, 3)  # [E, S, N, j, byte]
-    dtype, _ = _bit_shape(width)
-    return order.contiguous().view(dtype).squeeze(-1)
+    """Codes uint8 [E, N, S, 256], below 2^width each, to a plane."""
+    fields = codes.unflatten(-1, (width, 16 // width, 16)).to(torch.int16)  # [E, N, S, part, field of it, j]
+    shifts = torch.arange(0, 16, width, dtype=torch.int16, device=codes.device)
+    packed = (fields << shifts[:, None]).sum(-2, dtype=torch.int16)
+    return packed.permute(0, 2, 3, 1, 4).contiguous()
 
 
 def _unpack(plane: torch.Tensor, width: int) -> torch.Tensor:
-    data = plane.contiguous()[..., None].view(torch.uint8)
-    if width == 8:
-        return data.permute(0, 2, 1, 3, 5, 4).flatten(-3)
-    packed = data.permute(0, 2, 1, 4, 3)  # [E, N, S, byte, j]
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=plane.device)
-    return ((packed[..., None, :] >> shifts[:, None]) & ((1 << width) - 1)).flatten(-3)
+    """A plane to codes uint8 [E, N, S, 256]."""
+    packed = plane.to(torch.int32).permute(0, 3, 1, 2, 4)  # [E, N, S, part, j]
+    shifts = torch.arange(0, 16, width, dtype=torch.int32, device=plane.device)
+    return ((packed[..., None, :] >> shifts[:, None]) & ((1 << width) - 1)).to(torch.uint8).flatten(-3)
 
 
 def repack(type_name: str, raw: torch.Tensor, columns: int | None = None) -> Planes:
@@ -224,8 +211,8 @@ def repack(type_name: str, raw: torch.Tensor, columns: int | None = None) -> Pla
     if fmt.dense:
         _blocks(fmt, raw)  # checks the row length
         dense = raw.contiguous().view(_DENSE_DTYPES[fmt.name]).to(torch.bfloat16)
-        dense = torch.nn.functional.pad(dense, (0, -found % SUPER)).unflatten(-1, (-1, SUPER))
-        return Planes(fmt, rows, found, dense.transpose(1, 2).contiguous(), None, None, None)
+        dense = torch.nn.functional.pad(dense, (0, -found % SUPER)).unflatten(-1, (-1, 16, 16))
+        return Planes(fmt, rows, found, dense.permute(0, 2, 3, 1, 4).contiguous(), None, None, None)
     parts = fields_of(fmt, raw)
     low = parts.codes & ((1 << fmt.low) - 1) if fmt.high else parts.codes
     return Planes(

@@ -1,11 +1,14 @@
 """Products with planes on a GPU, the functions a quantisation method calls: planes and activations in, result out.
 
-Activations stay as they are (bf16); a weight is rounded to bf16 once, as its scale is. Every launch is fit for CUDA
-graphs. Tickets (see linear_kernel.py) are shared by all calls on a device, so calls must follow each other on a stream.
+Activations stay as they are (bf16) and weights are what the file says. Where weights are unpacked for cuBLAS, each is
+rounded to bf16 once. Every launch is fit for CUDA graphs. Tickets (see linear_kernel.py) are shared by all calls on a
+device, so calls must follow each other on a stream.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -14,25 +17,18 @@ import triton
 from glm5deploy.quants import launch
 from glm5deploy.quants.formats import Format
 from glm5deploy.quants.linear_kernel import dense_kernel, linear_kernel
-from glm5deploy.quants.moe_kernel import down_kernel, gate_up_kernel, sort_kernel
+from glm5deploy.quants.moe_kernel import down_kernel, gate_up_kernel, sort_kernel, sum_kernel
 from glm5deploy.quants.planes import Planes
 
 DENSE_CHUNK_BYTES = 64 << 20  # of bf16 weights unpacked at a time for cuBLAS
 EXACT_TERMS = 4096  # up to so many pairs a token's terms are kept in fp32, then in the activations' type
+SUM_SPAN = 512  # outputs that a program of the sum over a token's experts takes
 _tickets: dict[torch.device, torch.Tensor] = {}
 
 
-def kernel_format(fmt: Format, fine: bool = False) -> tuple[object, ...]:
-    """A format as kernels take it: (low, high, zero, scales, table, factor, fine).
-
-    ``zero`` is taken off codes before scaling. ``fine`` multiplies by what bf16 cuts off the scale as well, so that a
-    weight's only rounding is its own; three products in a row, as experts are, need that.
-
-    Types with a minimum have it in the middle of the codes, which keeps the rest of the minimum small and its rounding
-    harmless.
-    """
-    zero = 1 << (fmt.low + fmt.high - 1) if fmt.has_min else fmt.offset
-    return fmt.low, fmt.high, zero, int(fmt.scales), fmt.table, fmt.factor, fine
+def kernel_format(fmt: Format) -> tuple[object, ...]:
+    """A format as kernels take it: (low, high, offset, scales, table, factor)."""
+    return fmt.low, fmt.high, fmt.offset, int(fmt.scales), fmt.table, fmt.factor
 
 
 def _pointers(planes: Planes) -> tuple[torch.Tensor, ...]:
@@ -50,11 +46,11 @@ def _shared_tickets(count: int, device: torch.device) -> torch.Tensor:
     return found
 
 
-def _gpu(x: torch.Tensor) -> tuple[int, bool]:
+def _gpu(device: torch.device) -> tuple[int, bool]:
     """Multiprocessors, and whether shared memory is the small kind; a stand-in for the interpreter."""
-    if x.device.type != "cuda":
+    if device.type != "cuda":
         return 4, False
-    return _device(x.device)
+    return _device(device)
 
 
 @lru_cache(maxsize=16)
@@ -73,10 +69,23 @@ def unpack_rows(planes: Planes, start: int, stop: int, dtype: torch.dtype = torc
     out = torch.empty((stop - start, planes.columns), dtype=dtype, device=planes.low.device)
     grid = (planes.supers, triton.cdiv(stop - start, 64))
     dense_kernel[grid](
-        *_pointers(planes), out, planes.rows, start, stop, planes.columns, FMT=kernel_format(planes.format, True),
+        *_pointers(planes), out, planes.rows, start, stop, planes.columns, FMT=kernel_format(planes.format),
         BN=64, EVEN=planes.columns % 256 == 0, PTX=dtype == torch.bfloat16, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _linear_launch(m: int, planes: Planes, device: torch.device) -> launch.Launch | None:
+    """None where weights are unpacked for cuBLAS."""
+    if m >= launch.DENSE_TOKENS:
+        return None
+    return launch.linear_launch(m, planes.rows, planes.supers, *_gpu(device))
+
+
+def linear_key(tokens: int, planes: Planes, device: torch.device) -> Hashable:
+    """What of ``linear`` depends on the number of tokens and chooses a compiled variant."""
+    c = _linear_launch(tokens, planes, device)
+    return c and c.variant
 
 
 def linear(
@@ -89,21 +98,59 @@ def linear(
         out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     if m == 0:
         return out
-    if m >= launch.DENSE_TOKENS and config is None:
+    c = config or _linear_launch(m, planes, x.device)
+    if c is None:
         step = max(64, DENSE_CHUNK_BYTES // (2 * planes.columns) // 64 * 64)
         for start in range(0, n, step):
             stop = min(n, start + step)
             torch.matmul(x, unpack_rows(planes, start, stop, x.dtype).T, out=out[:, start:stop])
         return out
-    c = config or launch.linear_launch(m, n, planes.supers, *_gpu(x))
     grid = (triton.cdiv(m, c.bm), triton.cdiv(n, c.bn), c.parts)
-    parts = torch.empty((c.parts, m, n), dtype=torch.float32, device=x.device) if c.parts > 1 else x
+    parts = torch.empty((c.parts if c.parts > 1 else 0, m, n), dtype=torch.float32, device=x.device)
     linear_kernel[grid](
         x, *_pointers(planes), out, parts, _shared_tickets(grid[0] * grid[1], x.device), m, n, planes.columns,
-        x.stride(0), out.stride(0), planes.supers, FMT=kernel_format(planes.format), BN=c.bn, BM=c.bm, PARTS=c.parts,
-        EVEN=planes.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=c.warps, num_stages=c.stages,
+        _row_stride(x), out.stride(0), planes.supers, c.parts, FMT=kernel_format(planes.format), BN=c.bn, BM=c.bm,
+        STAGES=c.stages, EVEN=planes.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=c.warps,
     )  # fmt: skip
     return out
+
+
+def _row_stride(x: torch.Tensor) -> int:
+    """One row has any stride; kernels are compiled for that of a matrix."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _MoeLaunch:
+    """Launches of gate and up and of down; how pairs are found (see moe_kernel.py); the type of terms."""
+
+    gate_up: launch.Launch
+    down: launch.Launch
+    search: int
+    exact: bool
+
+
+def _moe_launch(
+    tokens: int,
+    topk: int,
+    gate: Planes,
+    down: Planes,
+    device: torch.device,
+    configs: tuple[launch.Launch, launch.Launch] | None = None,
+) -> _MoeLaunch:
+    pairs, experts, gpu = tokens * topk, gate.experts, _gpu(device)
+    a, b = configs or (
+        launch.gate_up_launch(pairs, experts, gate.rows, gate.supers, *gpu),
+        launch.down_launch(pairs, experts, down.rows, down.supers, *gpu),
+    )
+    search = 1 if tokens == 1 else triton.next_power_of_2(pairs) if pairs <= launch.SEARCH_PAIRS else 0
+    return _MoeLaunch(a, b, search, pairs <= EXACT_TERMS)
+
+
+def moe_key(tokens: int, gate: Planes, up: Planes, down: Planes, topk: int, device: torch.device) -> Hashable:
+    """What of ``moe`` depends on the number of tokens and chooses a compiled variant."""
+    c = _moe_launch(tokens, topk, gate, down, device)
+    return c.gate_up.variant, c.down.variant, c.search, c.exact
 
 
 def moe(
@@ -130,35 +177,30 @@ def moe(
         out = torch.empty((tokens, down.rows), dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    out.zero_()  # no program writes a row without experts
+    c = _moe_launch(tokens, topk, gate, down, x.device, configs)
+    a, b, ptx = c.gate_up, c.down, x.dtype == torch.bfloat16
     ids, weights = topk_ids.contiguous(), topk_weights.contiguous()
-    gpu = _gpu(x)
-    a, b = configs or (
-        launch.gate_up_launch(pairs, experts, n, gate.supers, *gpu),
-        launch.down_launch(pairs, experts, down.rows, down.supers, *gpu),
-    )
-    search = triton.next_power_of_2(pairs) if pairs <= launch.SEARCH_PAIRS else 0
-    items = pairs if search else experts + pairs // a.bm
-    order = torch.empty(1 if search else pairs, dtype=torch.int32, device=x.device)
-    work = torch.empty((1 if search else items, 3), dtype=torch.int32, device=x.device)
-    if not search:
+    items = pairs if c.search else experts + pairs // a.bm
+    order = torch.empty(0 if c.search else pairs, dtype=torch.int32, device=x.device)
+    work = torch.empty((0 if c.search else items, 3), dtype=torch.int32, device=x.device)
+    if not c.search:
         sort_kernel[(experts,)](ids, order, work, pairs, experts, BM=a.bm, CHUNK=1024, num_warps=4)
-    blocks, spans = triton.cdiv(n, a.bn), triton.cdiv(down.rows, b.bn * b.tiles)
-    tickets = _shared_tickets(max(pairs * blocks, tokens * spans), x.device)
+    blocks = triton.cdiv(n, a.bn)
     hidden = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
-    parts = torch.empty((a.parts, pairs, 2 * n), dtype=torch.float32, device=x.device) if a.parts > 1 else x
-    ptx = x.dtype == torch.bfloat16
+    parts = torch.empty((a.parts if a.parts > 1 else 0, pairs, 2 * n), dtype=torch.float32, device=x.device)
     gate_up_kernel[(blocks, items, a.parts)](
-        x, *_pointers(gate), *_pointers(up), ids, order, work, hidden, parts, tickets, pairs, n, gate.columns,
-        x.stride(0), gate.supers, G=kernel_format(gate.format, True), U=kernel_format(up.format, True), TOPK=topk,
-        BN=a.bn, BM=a.bm,
-        PARTS=a.parts, PAIRS=search, EVEN=gate.columns % 256 == 0, PTX=ptx, num_warps=a.warps,
-        num_stages=a.stages,
+        x, *_pointers(gate), *_pointers(up), ids, order, work, hidden, parts, _shared_tickets(pairs * blocks, x.device),
+        pairs, n, gate.columns, _row_stride(x), gate.supers, a.parts, G=kernel_format(gate.format),
+        U=kernel_format(up.format), TOPK=topk, BN=a.bn, BM=a.bm, PAIRS=c.search, STAGES=a.stages,
+        EVEN=gate.columns % 256 == 0, PTX=ptx, num_warps=a.warps,
     )  # fmt: skip
-    terms = torch.empty((pairs, down.rows), dtype=torch.float32 if pairs <= EXACT_TERMS else x.dtype, device=x.device)
-    down_kernel[(spans, items)](
-        hidden, *_pointers(down), ids, order, work, weights, terms, out, tickets, pairs, down.rows, n, down.supers,
-        FMT=kernel_format(down.format, True), TOPK=topk, BN=b.bn, BM=b.bm, TILES=b.tiles, PAIRS=search,
-        ONE=down.supers == 1, EVEN=n % 256 == 0, PTX=ptx, num_warps=b.warps, num_stages=b.stages,
+    terms = torch.empty((pairs, down.rows), dtype=torch.float32 if c.exact else x.dtype, device=x.device)
+    down_kernel[(triton.cdiv(down.rows, b.bn * b.tiles), items)](
+        hidden, *_pointers(down), ids, order, work, weights, terms, pairs, down.rows, n, down.supers, b.tiles,
+        FMT=kernel_format(down.format), BN=b.bn, BM=b.bm, PAIRS=c.search, STAGES=b.stages, ONE=down.supers == 1,
+        EVEN=n % 256 == 0, PTX=ptx, num_warps=b.warps,
     )  # fmt: skip
+    sum_kernel[(tokens, triton.cdiv(down.rows, SUM_SPAN))](
+        terms, ids, out, down.rows, TOPK=topk, BN=SUM_SPAN, num_warps=4
+    )
     return out

@@ -82,7 +82,7 @@ def dequantize(type_name: str, raw: torch.Tensor) -> torch.Tensor:
 def dequantize_planes(planes: Planes) -> torch.Tensor:
     """Planes to fp32 [E, N, K]."""
     if planes.format.dense:
-        return planes.low.to(torch.float32).transpose(1, 2).flatten(-2)[..., : planes.columns]
+        return planes.low.to(torch.float32).permute(0, 3, 1, 2, 4).flatten(-3)[..., : planes.columns]
     return _values(planes.format, fields_of_planes(planes)).flatten(-2)[..., : planes.columns]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from glm5deploy.kernels.prepare import Launch, first_of_each
-from glm5deploy.quants import warmup
+from glm5deploy.quants import products
 from glm5deploy.quants.planes import Planes
 from glm5deploy.vllm_plugin import quantised_ops as ops
 from glm5deploy.vllm_plugin.quantised_linear import Glm5EmbeddingMethod, PlaneParameters
@@ -72,7 +72,7 @@ def _linear(
     tensors: list[torch.Tensor], spec: str, planes: list[Planes], max_tokens: int, dtype: torch.dtype
 ) -> Iterator[Launch]:
     def key(tokens: int) -> Hashable:
-        return tuple(warmup.linear_key(tokens, part) for part in planes)
+        return tuple(products.linear_key(tokens, part, part.low.device) for part in planes)
 
     def call(tokens: int) -> None:
         x = torch.zeros((tokens, planes[0].columns), dtype=dtype, device=tensors[0].device)
@@ -86,10 +86,10 @@ def _linear(
 def _experts(
     tensors: list[torch.Tensor], spec: str, planes: list[Planes], topk: int, most: int, dtype: torch.dtype
 ) -> Iterator[Launch]:
-    gate, _, down = planes
+    gate, up, down = planes
 
     def key(tokens: int) -> Hashable:
-        return warmup.moe_key(tokens, gate, down, topk)
+        return products.moe_key(tokens, gate, up, down, topk, gate.low.device)
 
     def call(tokens: int) -> None:
         device = tensors[0].device

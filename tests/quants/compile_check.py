@@ -23,8 +23,8 @@ from glm5deploy.quants.products import kernel_format
 
 # A case: kernel, its formats, and the launch that products.py would choose on a GPU of 132 multiprocessors
 PROCESSORS = 132
-ELEMENTS = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i32", 16: "*bf16"}
-POINTERS = {"x", "y", "hidden", "out", "parts", "tickets", "ids", "order", "work", "weights"}
+ELEMENTS = {1: "*i16", 2: "*i16", 4: "*i16", 8: "*i16", 16: "*bf16"}
+POINTERS = {"x", "y", "hidden", "out", "terms", "parts", "tickets", "ids", "order", "work", "weights"}
 
 
 def planes_signature(names: tuple[str, ...], type_name: str) -> dict[str, str]:
@@ -50,15 +50,23 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
     kind, types, count = case.split(":")
     names, tokens = types.split(","), int(count)
     small = capability in (86, 89, 120, 121)
-    common = {"x": "*bf16", "y": "*bf16", "hidden": "*bf16", "out": "*bf16", "parts": "*fp32", "tickets": "*i32"}
+    common = {
+        "x": "*bf16",
+        "y": "*bf16",
+        "hidden": "*bf16",
+        "out": "*bf16",
+        "terms": "*fp32",
+        "parts": "*fp32",
+        "tickets": "*i32",
+    }
     common |= {"ids": "*i32", "order": "*i32", "work": "*i32", "weights": "*fp32"}
-    sizes = dict.fromkeys(("M", "N", "K", "P", "n0", "n1", "x_stride", "y_stride", "SUPERS"), "i32")
+    sizes = dict.fromkeys(("M", "N", "K", "P", "n0", "n1", "x_stride", "y_stride", "SUPERS", "PARTS", "TILES"), "i32")
     four = ("low", "high", "words", "halves")
     constants: dict[str, Any] = {"EVEN": True, "PTX": True}
     if kind == "linear":
         c = launch.linear_launch(tokens, 2048, 24, PROCESSORS, small)
         kernel, planes = linear_kernel.linear_kernel, planes_signature(four, names[0])
-        constants |= {"FMT": kernel_format(FORMATS[names[0]]), "PARTS": c.parts, "BM": c.bm}
+        constants |= {"FMT": kernel_format(FORMATS[names[0]]), "BM": c.bm, "STAGES": c.stages}
     elif kind == "dense":
         c = launch.Launch(64, 16)
         kernel, planes = linear_kernel.dense_kernel, planes_signature(four, names[0])
@@ -66,20 +74,19 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
     else:
         pairs = 8 * tokens
         search = triton.next_power_of_2(pairs) if pairs <= launch.SEARCH_PAIRS else 0
-        constants |= {"TOPK": 8, "PAIRS": search}
+        constants |= {"PAIRS": search}
         if kind == "gate_up":
             c = launch.gate_up_launch(pairs, 256, 256, 24, PROCESSORS, small)
             planes = planes_signature(("gl", "gh", "gw", "gs"), names[0])
             planes |= planes_signature(("ul", "uh", "uw", "us"), names[1])
-            constants |= {"G": kernel_format(FORMATS[names[0]], True), "U": kernel_format(FORMATS[names[1]], True)}
-            constants |= {"PARTS": c.parts}
+            constants |= {"G": kernel_format(FORMATS[names[0]]), "U": kernel_format(FORMATS[names[1]])}
+            constants |= {"TOPK": 8, "STAGES": c.stages}
             kernel = moe_kernel.gate_up_kernel
         else:
             c = launch.down_launch(pairs, 256, 6144, 1, PROCESSORS, small)
             planes = planes_signature(four, names[0])
-            constants |= {"FMT": kernel_format(FORMATS[names[0]], True), "TILES": c.tiles, "ONE": True}
+            constants |= {"FMT": kernel_format(FORMATS[names[0]]), "STAGES": c.stages, "ONE": True}
             kernel = moe_kernel.down_kernel
-            common["y"] = "*fp32"
         constants |= {"BM": c.bm}
     constants["BN"] = c.bn
     known = common | sizes | planes

