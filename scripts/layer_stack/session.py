@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from . import measure, report, trace
 from .course import Course
 from .engine import Engine
 from .experts import spread
+from .sanity import ask, judge
 from .stack import Stack
 
 
@@ -30,6 +32,7 @@ class Session:
         course.attempt("decode steps", 30, lambda: summary.extend(self.steps()))
         course.attempt("profile of decode 1", 25, lambda: summary.extend(self.decode_profile(wanted.decode[0])))
         course.attempt("prefill", 25, lambda: summary.extend(self.rates()))
+        course.attempt("sanity", 5, lambda: summary.append(self.sanity()))
         course.attempt("profile of decode 32", 30, lambda: summary.extend(self.decode_profile(wanted.decode[-1])))
         course.attempt("profile of prefill", 20, lambda: summary.extend(self.prefill_profile(wanted.prefill[-1])))
         if experts:
@@ -46,6 +49,13 @@ class Session:
         points = measure.prefill_rates(self.engine.url, self.engine.name, self.wanted, self.course.say)
         self.course.keep("prefill", [asdict(point) for point in points])
         return list(report.prefill(points))
+
+    def sanity(self) -> str:
+        """Of answers to three prompts, the longest of them longer than the indexer's selection."""
+        lengths = (50, self.stack.hparams.index_topk // 2, self.stack.hparams.index_topk + 200)
+        rng = random.Random(1)
+        prompts = [[rng.randrange(self.vocabulary - 100) for _ in range(length)] for length in lengths]
+        return judge([ask(self.engine.url, self.engine.name, prompt) for prompt in prompts])
 
     def experts(self) -> list[str]:
         found = spread(self.engine.url, self.engine.name, self.vocabulary, self.wanted.decode[-1], self.stack.hparams)

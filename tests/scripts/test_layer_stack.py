@@ -22,6 +22,7 @@ from glm5deploy.vllm_plugin.model_files import ModelFiles
 from scripts.layer_stack import groups, place, report, trace
 from scripts.layer_stack.course import Course
 from scripts.layer_stack.generate import file_bytes, tensors_of, write_stack
+from scripts.layer_stack.sanity import judge
 from scripts.layer_stack.stack import Stack
 from scripts.layer_stack.vocabulary import vocabulary
 from tests.support.folders import folder_of, write_folder_of
@@ -163,6 +164,23 @@ def test_a_course_goes_on_after_a_failure_and_leaves_out_what_would_be_late(
     assert "first FAILED: RuntimeError: the server broke off" in said
     assert "third: left out" in said
     assert said == (tmp_path / "report.txt").read_text()
+
+
+def answer(tokens: list[int], logprobs: list[float | None]) -> dict[str, Any]:
+    return {"tokens": [f"token_id:{t}" for t in tokens], "token_logprobs": logprobs}
+
+
+def test_answers_of_a_working_model_are_told_from_others() -> None:
+    sound = [answer([5, 7, 5], [-1.0, -2.0, -3.0]), answer([7, 8, 9], [-1.0, -0.5, -1.5])]
+    assert judge(sound).startswith("sound: 4 different tokens in 2 greedy answers of 3, mean log-probability -1.50")
+    for wrong in (
+        [answer([0, 0, 0], [-1.0, -1.0, -1.0]), answer([0, 0, 1], [-1.0, -1.0, -1.0])],
+        [sound[0], answer([7, 8, 9], [-1.0, float("nan"), -1.5])],
+        [sound[0], answer([7, 8, 9], [-1.0, None, -1.5])],
+        [sound[0], sound[0]],
+    ):
+        with pytest.raises(RuntimeError, match="not the answers of a working model"):
+            judge(wrong)
 
 
 # --- Traces ---
