@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from glm5deploy.vllm_plugin.model_files import ModelFiles
 from glm5deploy.vllm_plugin.quantised_linear import Glm5LinearMethod, share
 from glm5deploy.vllm_plugin.quantised_loading import left_over
 from glm5deploy.vllm_plugin.quantised_modules import Module, quantised_modules
-from glm5deploy.vllm_plugin.rank_reader import Mappings, Progress, Reader, Slab, Source, pieces
+from glm5deploy.vllm_plugin.rank_reader import Files, Progress, Reader, Slab, Source, pieces
 from tests.quants.blocks import QUANTISED, random_rows
 from tests.support.glm_catalogue import real_metadata, real_tensors
 from tests.vllm_plugin.conftest import Run
@@ -63,7 +64,7 @@ def numbers(tensor: ShardTensor) -> torch.Tensor:
 
 
 def filled(slab: Slab, piece: int) -> torch.Tensor:
-    Reader(torch.device("cpu"), weights=piece).fill([slab])
+    Reader(torch.device("cpu"), most=piece).fill([slab])
     return dequantize_planes(slab.target)
 
 
@@ -124,8 +125,19 @@ def test_a_cut_inside_a_block_is_refused(tmp_path: Path) -> None:
 def test_a_reader_that_fails_says_so(tmp_path: Path) -> None:
     tensor = random_tensor(tmp_path / "w", "Q4_K", 256, 2)
     beyond = ShardTensor("w", tensor.type, (256, 2), tensor.path, tensor.offset + 200, tensor.nbytes, 0)
-    with pytest.raises(ValueError, match="buffer"):
+    with pytest.raises(FileFormatError, match="ends inside of w"):
         filled(Slab(Source(beyond, "w", 2), empty_planes("Q4_K", 2, 256), (0,), range(2), range(256)), 1000)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    tensor = random_tensor(tmp_path / "w", "Q4_K", 256, 40)
+    slab = Slab(Source(tensor, "w", 40), empty_planes("Q4_K", 40, 256), (0,), range(40), range(256))
+    (piece,) = pieces(slab, 1 << 20)
+    files = Files()
+    files.open([tensor.path])
+    os.truncate(tensor.path, tensor.nbytes // 2)
+    with pytest.raises(FileFormatError, match="became shorter"):
+        files.copy(piece, np.empty(piece.shape, np.uint8))
 
 
 @pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_K", "IQ4_XS", "Q3_K"), ("Q8_0", "BF16", "IQ1_S")])
@@ -241,7 +253,7 @@ def test_a_rank_takes_its_share_of_the_file_and_no_more(
 ) -> None:
     """Every byte copied out of the mapping or dequantised is counted, on the last rank; memory stays bounded."""
     plan, table = sparse
-    rank, taken = tp - 1, Mappings()
+    rank, taken = tp - 1, Files()
     modules = quantised_modules(main_placements(plan, range(78)), table)
     with torch.device("meta"):
         slabs = [slab for module in modules.values() for slab in rank_slabs(module, rank, tp, ep)]
