@@ -8,55 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Literal, Protocol
+from typing import Literal
 
 from glm5deploy.glm_dsa.hparams import Hparams
 from glm5deploy.glm_dsa.indexer_schedule import IndexerSchedule
 from glm5deploy.glm_dsa.pipeline_parallel import vllm_division
 from glm5deploy.glm_dsa.tensor_kinds import Role
 from glm5deploy.glm_dsa.tensor_names import Placement, place
-from glm5deploy.glm_dsa.tensor_parallel import TypedTensor
+from glm5deploy.glm_dsa.weight_types import ALWAYS_DENSE, DENSE_BYTES, SizedTensor, gpu_nbytes
 
 KvDtype = Literal["bfloat16", "fp8_ds_mla"]
 
-_DENSE_BYTES = 2  # bfloat16, the model's dtype
 _INDEX_BYTES = 4  # an fp32 scale beside each token's fp8 key
-# Tensors that vLLM keeps dense whatever the file holds: kv_b is split and absorbed, the others are plain layers there.
-_ALWAYS_DENSE = frozenset(
-    {
-        "attn_k_b.weight",
-        "attn_v_b.weight",
-        "attn_kv_b.weight",
-        "indexer.attn_k.weight",
-        "indexer.proj.weight",
-        "ffn_gate_inp.weight",
-        "nextn.eh_proj.weight",
-    }
-)
 # Kept in fp32: rounding the router's bias changes which experts are chosen.
 _FLOAT32 = frozenset({"exp_probs_b.bias", "indexer.k_norm.weight", "indexer.k_norm.bias"})
-
-# Bytes of 256 weights on a GPU, for types that take more there than in the file: codebook indices become signs and
-# magnitudes, and what no kernel reads becomes 16 bits. quants/formats.py decides; a test holds the two together.
-BYTES_ON_GPU = {
-    "IQ2_XXS": 102,
-    "IQ2_XS": 106,
-    "IQ2_S": 106,
-    "IQ3_XXS": 134,
-    "IQ3_S": 134,
-    "IQ1_S": 512,
-    "IQ1_M": 512,
-    "TQ1_0": 512,
-    "TQ2_0": 512,
-    "NVFP4": 512,
-}
-
-
-class SizedTensor(TypedTensor, Protocol):
-    """A tensor with its bytes in the file."""
-
-    @property
-    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +103,8 @@ def _rank_bytes(placement: Placement, tensor: SizedTensor, layout: ParallelLayou
     weights = prod(tensor.shape)
     if kind.gguf in _FLOAT32:
         nbytes = 4 * weights
-    elif dense or kind.gguf in _ALWAYS_DENSE or tensor.type.block_elements == 1:
-        nbytes = _DENSE_BYTES * weights
+    elif dense or kind.gguf in ALWAYS_DENSE or tensor.type.block_elements == 1:
+        nbytes = DENSE_BYTES * weights
     else:
         nbytes = gpu_nbytes(tensor)
     if kind.cut == "none":
@@ -148,21 +113,6 @@ def _rank_bytes(placement: Placement, tensor: SizedTensor, layout: ParallelLayou
         experts = placement.shape[2]
         return nbytes // experts * ceil(experts / layout.tp)
     return ceil(nbytes / layout.tp)
-
-
-def gpu_nbytes(tensor: SizedTensor) -> int:
-    """Bytes that a tensor's weights take on a GPU when they stay quantised."""
-    per_256 = BYTES_ON_GPU.get(tensor.type.name)
-    return tensor.nbytes if per_256 is None else prod(tensor.shape) * per_256 // 256
-
-
-def growth_on_gpu(tensors: Iterable[SizedTensor]) -> dict[str, float]:
-    """Types that take more memory on a GPU than in the file, and how many times as much."""
-    return {
-        tensor.type.name: round(gpu_nbytes(tensor) / tensor.nbytes, 3)
-        for tensor in tensors
-        if tensor.type.name in BYTES_ON_GPU
-    }
 
 
 def _stages(placement: Placement, hparams: Hparams, stage_of: Sequence[int]) -> Iterator[int]:
@@ -186,9 +136,9 @@ def cache_bytes_per_token(
     values and a 16-bit RoPE part. Full layers keep an fp8 index key with its scale besides.
     """
     if dtype == "bfloat16":
-        row = _DENSE_BYTES * hparams.latent_dim
+        row = DENSE_BYTES * hparams.latent_dim
     else:
-        row = hparams.kv_lora_rank + 4 * (hparams.kv_lora_rank // 128) + _DENSE_BYTES * hparams.qk_rope_head_dim
+        row = hparams.kv_lora_rank + 4 * (hparams.kv_lora_rank // 128) + DENSE_BYTES * hparams.qk_rope_head_dim
     drafts = hparams.num_nextn if use_mtp else 0
     index_row = hparams.index_head_dim + _INDEX_BYTES
     return (hparams.num_layers + drafts) * row + (len(schedule.full_layers) + drafts) * index_row

@@ -8,9 +8,10 @@ from functools import cached_property
 
 from glm5deploy.glm_dsa.hparams import Hparams
 from glm5deploy.glm_dsa.indexer_schedule import IndexerSchedule
-from glm5deploy.glm_dsa.memory import ParallelLayout, SizedTensor
+from glm5deploy.glm_dsa.memory import ParallelLayout
 from glm5deploy.glm_dsa.tensor_names import TensorPlan
 from glm5deploy.glm_dsa.tensor_parallel import illegal_cuts, indivisible_dimensions
+from glm5deploy.glm_dsa.weight_types import SizedTensor
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
@@ -14,7 +15,9 @@ from glm5deploy.gguf_files.shards import ShardSet, ShardTensor, parse_shard_name
 from glm5deploy.glm_dsa.file_kind import ARCHITECTURE
 from glm5deploy.glm_dsa.hparams import Hparams, read_hparams
 from glm5deploy.glm_dsa.indexer_schedule import resolve_schedule
-from glm5deploy.glm_dsa.memory import growth_on_gpu, sizes_by_role
+from glm5deploy.glm_dsa.memory import sizes_by_role
+from glm5deploy.glm_dsa.weight_types import ALWAYS_DENSE, require_readable
+from glm5deploy.stages.gpu_memory import gpu_memory
 from glm5deploy.stages.model_headers import FoundModel, open_headers
 
 _LONGEST_TEXT = 160
@@ -69,7 +72,7 @@ def _summary(found: FoundModel) -> Facts:
         "weights": weights,
         "bits_per_weight": round(8 * data / weights, 3) if weights else None,
         "types": _types(shards.tensors),
-        **_growth(shards.tensors),
+        **_on_a_gpu(shards),
     }
 
 
@@ -146,11 +149,21 @@ def _types(tensors: Iterable[ShardTensor]) -> str:
     return ", ".join(f"{name} {100 * size / total:.1f} %" for name, size in order)
 
 
-def _growth(tensors: Iterable[ShardTensor]) -> Facts:
-    """Of types that no kernel reads as they are, what they cost in GPU memory; nothing where there are none."""
-    times = growth_on_gpu(tensors)
-    words = ", ".join(f"{name} takes {factor:.2f} times its bytes in the file" for name, factor in times.items())
-    return {"on_a_gpu": words} if words else {}
+def _on_a_gpu(shards: ShardSet) -> Facts:
+    """What the weights take there, by type; of types that are refused, that they are."""
+    dense = {tensor.name for tensor in shards.tensors if _kind(tensor.name) in ALWAYS_DENSE}
+    memory = gpu_memory(shards.tensors, dense)
+    facts: Facts = {"on_a_gpu": memory.sentence, "gpu_weights": memory.rows}
+    try:
+        require_readable(shards.tensors)
+    except FileFormatError as error:
+        facts["refused"] = error.message
+    return facts
+
+
+def _kind(name: str) -> str:
+    """A tensor's name without its block: ``blk.3.attn_k_b.weight`` is an ``attn_k_b.weight``."""
+    return re.sub(r"^blk\.\d+\.", "", name)
 
 
 def _row(tensor: ShardTensor) -> Facts:

@@ -12,6 +12,7 @@ from glm5deploy.errors import FileFormatError
 from glm5deploy.files import changed_file, file_facts
 from glm5deploy.pipeline.stage import Context, Json
 from glm5deploy.stages.engine_probe import probe_engine
+from glm5deploy.stages.gpu_memory import GpuMemory, gpu_memory
 from glm5deploy.stages.install import installed_versions
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class PatchStage:
     """``gguf`` names a file, shard or folder to serve in place of what merge recorded.
 
     Outputs: ``folder``, its ``files`` with their facts, ``weights`` (paths in shard order), ``index_topk``,
-    ``index_topk_pattern``, ``schedule_source``, ``versions``.
+    ``index_topk_pattern``, ``schedule_source``, ``on_a_gpu`` (what the weights take there, by type), ``versions``.
     """
 
     gguf: Path | None = None
@@ -48,18 +49,19 @@ class PatchStage:
         return [reason for reason in reasons if reason is not None]
 
     def plan(self, context: Context) -> Json:
-        model = self._build(context)
+        model, memory = self._build(context)
         return {
             "would": f"write {len(model.files)} files to {context.workdir / FOLDER}",
             "files": sorted(model.files),
             **_facts(model),
+            "on_a_gpu": memory.rows,
             "warnings": list(model.warnings),
         }
 
     def run(self, context: Context) -> Json:
         from glm5deploy.glm_dsa.model_folder import write_model_folder
 
-        model = self._build(context)
+        model, memory = self._build(context)
         for warning in model.warnings:
             context.events.warning(warning)
         context.events.note("asking vLLM for our loader")
@@ -73,20 +75,28 @@ class PatchStage:
             "files": [file_facts(folder / name) for name in sorted(model.files)],
             "weights": [str(facts["path"]) for facts in self._weight_facts(context)],
             **facts,
+            "on_a_gpu": memory.rows,
             "versions": report.get("versions"),
             "summary": f"{folder}: {facts['layers']} layers, indexer schedule from the {facts['schedule_source']}, "
-            f"{facts['tensors_used']} tensors to load, {facts['tensors_left_out']} left out",
+            f"{facts['tensors_used']} tensors to load, {facts['tensors_left_out']} left out; "
+            f"on a GPU {memory.sentence}",
         }
 
-    def _build(self, context: Context) -> ModelFolder:
+    def _build(self, context: Context) -> tuple[ModelFolder, GpuMemory]:
+        """Nothing is written. Raises FileFormatError for a file that is incomplete or has a type that is refused."""
         from glm5deploy.gguf_files.shards import ShardSet
         from glm5deploy.glm_dsa.model_folder import build_model_folder
+        from glm5deploy.glm_dsa.weight_types import ALWAYS_DENSE, require_readable
 
         files = [(Path(str(facts["path"])), int(str(facts["size"]))) for facts in self._weight_facts(context)]
         # Hashes prove what fetch brought; a file named by hand has no such proof.
         shards = ShardSet.open(files[0][0], check_mix=self.gguf is not None)
         override = context.config.patch.indexer_schedule or None
-        return build_model_folder(shards.metadata, shards.tensors, files, schedule_override=override)
+        model = build_model_folder(shards.metadata, shards.tensors, files, schedule_override=override)
+        placements = {placement.name: placement for placement in model.plan.used}
+        require_readable(shards.by_name[name] for name in placements)
+        dense = {name for name, placement in placements.items() if placement.kind.gguf in ALWAYS_DENSE}
+        return model, gpu_memory([shards.by_name[name] for name in placements], dense)
 
     def _weight_facts(self, context: Context) -> list[Json]:
         """Path, size and mtime of every weight file, in shard order."""

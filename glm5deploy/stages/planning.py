@@ -11,6 +11,7 @@ from glm5deploy.glm_dsa.hparams import read_hparams
 from glm5deploy.glm_dsa.indexer_schedule import resolve_schedule
 from glm5deploy.glm_dsa.memory import ParallelLayout
 from glm5deploy.glm_dsa.tensor_names import plan_tensors
+from glm5deploy.glm_dsa.weight_types import require_readable
 from glm5deploy.hardware.gpus import SUPPORTED_CC, GpuGroup
 from glm5deploy.server.model_table import ModelTable, candidate_layouts
 from glm5deploy.server.plan import (
@@ -35,6 +36,7 @@ def make_model_table(found: FoundModel, config: Config) -> ModelTable:
     hparams = read_hparams(shards.metadata, shards.by_name)
     schedule = resolve_schedule(hparams, shards.by_name, override=config.patch.indexer_schedule or None)
     plan = plan_tensors(shards.tensors, hparams, schedule, use_mtp=config.serve.mtp > 0)
+    require_readable(shards.by_name[placement.name] for placement in plan.used)
     return ModelTable(hparams, schedule, plan, shards.by_name)
 
 

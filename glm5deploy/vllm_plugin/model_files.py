@@ -18,6 +18,7 @@ from glm5deploy.glm_dsa.hparams import Hparams, read_hparams
 from glm5deploy.glm_dsa.indexer_schedule import IndexerSchedule
 from glm5deploy.glm_dsa.name_ranges import collapse
 from glm5deploy.glm_dsa.tensor_names import TensorPlan, plan_tensors
+from glm5deploy.glm_dsa.weight_types import require_readable
 
 MANIFEST = "glm5_gguf.json"
 _MOST_BYTES = 1 << 20
@@ -59,7 +60,7 @@ class ModelFiles:
         """Place every tensor for a model that was built with the schedule ``pattern``.
 
         Raises :class:`FileFormatError` when ``pattern`` is not the folder's own, when tensors are missing, unknown or
-        misshapen, or when a type cannot be dequantised.
+        misshapen, or when a type is refused or cannot be dequantised.
         """
         if pattern != self.pattern:
             raise FileFormatError(
@@ -67,6 +68,7 @@ class ModelFiles:
                 hint="config.json and glm5_gguf.json must agree. " + _PATCH_AGAIN,
             )
         plan = plan_tensors(self.shards.tensors, self.hparams, IndexerSchedule(self.pattern, "option"), use_mtp=use_mtp)
+        require_readable(self.shards.by_name[placement.name] for placement in plan.used)
         require_dequantisable(self.shards.by_name[placement.name] for placement in plan.used)
         return plan
 

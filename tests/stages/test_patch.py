@@ -165,3 +165,27 @@ def test_unsupported_vllm_is_named_with_the_supported_ones(tmp_path, bare_python
     monkeypatch.setattr(sys, "executable", str(bare_python))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(package)]))
     refuse(tmp_path, PatchStage(A), r"vLLM 0\.20\.2 is installed.*0\.32 and 0\.33")
+
+
+def test_says_what_the_weights_take_on_a_gpu(patched):
+    _, outputs, _ = patched
+    first, *others = outputs["on_a_gpu"]
+    assert (first["type"], first["how"]) == ("Q6_K", "16 bits, vLLM needs it")
+    assert first["more_bytes"] == first["gpu_bytes"] - first["file_bytes"] > 0
+    assert {row["type"] for row in others} == {"Q8_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"}
+    assert "on a GPU weights take" in outputs["summary"]
+    assert "Q6_K +3.1 MB (16 bits, vLLM needs it)" in outputs["summary"]
+
+
+def test_a_type_that_nothing_reads_is_refused_by_name(tmp_path):
+    path = tmp_path / "model.gguf"
+    shard = ShardSet.open(tiny_glm5() / "GLM-tiny-B-GGUF/GLM-tiny-B-Q8_0.gguf")
+    data = bytearray(shard.paths[0].read_bytes())
+    name = b"blk.3.ffn_down_exps.weight"
+    # Name, number of dimensions, three dimensions, type: NVFP4 has 36 bytes for 64 weights, Q8_0 34 for 32.
+    at = data.index(name) + len(name) + 4
+    dimensions, kind = at + 24, 40
+    assert int.from_bytes(data[dimensions : dimensions + 4], "little") == 8
+    data[dimensions : dimensions + 4] = kind.to_bytes(4, "little")
+    path.write_bytes(data)
+    refuse(tmp_path, PatchStage(path), r"types that cannot be read: NVFP4 .*blk\.3\.ffn_down_exps", FileFormatError)
