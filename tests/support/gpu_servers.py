@@ -80,6 +80,7 @@ class GpuRun:
     native: bool = False  # vLLM's own attention
     traced: bool = True  # records selections
     empty_cache: bool = False  # no compiled kernel to begin with
+    prepare: Callable[[], object] | None = None  # work for this process while the servers start
 
     @property
     def topk(self) -> int:
@@ -165,7 +166,9 @@ class Places:
 def serve_all(runs: Sequence[GpuRun], folders: dict[str, tuple[Path, Path]], gpus: int) -> dict[str, Result]:
     """Every run's result; ``folders`` are each run's model folder and an empty one for its server."""
     places = Places(gpus)
-    with ThreadPoolExecutor(max(1, len(runs))) as pool:
+    with ThreadPoolExecutor(2 * len(runs) + 1) as pool:
+        for prepare in {run.prepare for run in runs if run.prepare is not None}:
+            pool.submit(prepare)  # a failure shows when a test asks for what was to be prepared
         found = pool.map(lambda run: (run.name, _serve(run, *folders[run.name], places)), runs)
         return dict(found)
 

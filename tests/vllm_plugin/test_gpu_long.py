@@ -6,8 +6,9 @@ all lengths; prompts of one length share nothing with those of another until the
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from statistics import mean, median
 
@@ -44,20 +45,6 @@ def ask_long(run: GpuRun, served: Engine, result: Result) -> None:
     result.prompted = served.complete(ids[:PROMPTED], tokens=1)
 
 
-LONG = ("--max-model-len", str(LENGTHS[-1] + 64))
-NATIVE = ("--attention-backend", "FLASHMLA_SPARSE")
-RUNS = (
-    GpuRun("A-topk128", bf16("A", index_topk=128), (ask_prompts, ask_long), "topk128/fp8", LONG),
-    GpuRun("A-topk2048", bf16("A", index_topk=2048), (ask_prompts, ask_long), "dense", LONG, traced=False),
-    GpuRun(
-        *("A-topk128-native", bf16("A", index_topk=128), (ask_prompts, ask_long), "topk128/fp8", (*LONG, *NATIVE)),
-        native=True,
-        traced=False,
-    ),
-)
-every_run = pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
-
-
 @dataclass(frozen=True)
 class Truth:
     """The longest prompt's context, and log-probabilities after each position that a test compares."""
@@ -69,10 +56,29 @@ class Truth:
 
 @cache
 def truth(topk: int) -> Truth:
+    begun = time.monotonic()
     oracle, state = oracle_of("A", topk), State(watched=WATCHED)
     hidden = oracle.hidden(state, random_prompt(LENGTHS[-1], SEED))
     last = {n: oracle.logprobs(hidden[n - 1 : n], "output_norm") for n in LENGTHS}
+    print(f"forward pass over {LENGTHS[-1]} tokens, top-k {topk}: {time.monotonic() - begun:.0f} s")
     return Truth(state, oracle.logprobs(hidden[:PROMPTED], "output_norm"), last)
+
+
+LONG = ("--max-model-len", str(LENGTHS[-1] + 64))
+NATIVE = ("--attention-backend", "FLASHMLA_SPARSE")
+TASKS = (ask_prompts, ask_long)
+TRUTH_128, TRUTH_2048 = partial(truth, 128), partial(truth, 2048)
+RUNS = (
+    GpuRun("A-topk128", bf16("A", index_topk=128), TASKS, "topk128/fp8", LONG, prepare=TRUTH_128),
+    GpuRun("A-topk2048", bf16("A", index_topk=2048), TASKS, "dense", LONG, traced=False, prepare=TRUTH_2048),
+    GpuRun(
+        *("A-topk128-native", bf16("A", index_topk=128), TASKS, "topk128/fp8", (*LONG, *NATIVE)),
+        native=True,
+        traced=False,
+        prepare=TRUTH_128,
+    ),
+)
+every_run = pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
 
 
 def long_differences(topk: int, length: int, answer: Answer) -> list[list[float]]:

@@ -10,7 +10,7 @@ from tests.support.goldens import SETS, prompts, references
 from tests.support.oracle import Oracle, State, oracle_of
 
 EXACT = 2e-3  # both are fp32 and round in other places
-CASES = [("A", "topk64/fp8", 64), ("A", "topk128/fp8", 128), ("A", "dense", 2048), ("B-Q4", "topk64/fp8", 64)]
+CASES = [("A", "topk64/fp8", 64), ("A", "dense", 2048), ("B-Q4", "topk64/fp8", 64)]
 
 
 @pytest.mark.parametrize(("key", "run", "topk"), CASES)
