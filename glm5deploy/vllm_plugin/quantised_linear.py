@@ -13,7 +13,7 @@ from glm5deploy.errors import DeployError
 from glm5deploy.quants.planes import Planes, empty_planes
 from glm5deploy.vllm_plugin import quantised_ops as ops
 from glm5deploy.vllm_plugin.quantised_modules import Module
-from glm5deploy.vllm_plugin.rank_reader import Slab, Source
+from glm5deploy.vllm_plugin.slabs import Slab, Source
 
 
 def share(source: Source, total: int, part: int, index: int) -> range:

@@ -22,7 +22,8 @@ from glm5deploy.vllm_plugin.loader import draft_placements, main_placements
 from glm5deploy.vllm_plugin.model_files import ModelFiles
 from glm5deploy.vllm_plugin.quantised_config import METHODS, QuantisedGgufConfig
 from glm5deploy.vllm_plugin.quantised_modules import fingerprint, quantised_modules
-from glm5deploy.vllm_plugin.rank_reader import Progress, Reader, Slab
+from glm5deploy.vllm_plugin.rank_reader import Progress, Reader
+from glm5deploy.vllm_plugin.slabs import Slab
 
 logger = logging.getLogger("vllm.glm5deploy")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from glm5deploy.gguf_files.shards import ShardTensor
 from glm5deploy.glm_dsa.tensor_names import Placement
-from glm5deploy.vllm_plugin.rank_reader import Source
+from glm5deploy.vllm_plugin.slabs import Source
 
 # Matrix -> (the module it is part of, its place there).
 _FUSED = {

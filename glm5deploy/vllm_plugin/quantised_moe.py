@@ -13,7 +13,7 @@ from glm5deploy.errors import DeployError
 from glm5deploy.vllm_plugin import quantised_ops as ops
 from glm5deploy.vllm_plugin.quantised_linear import PlaneParameters, share
 from glm5deploy.vllm_plugin.quantised_modules import Module
-from glm5deploy.vllm_plugin.rank_reader import Slab
+from glm5deploy.vllm_plugin.slabs import Slab
 
 
 class Glm5MoeMethod(FusedMoEMethodBase):

@@ -1,200 +1,25 @@
-"""From files to planes on the device: each rank copies its own bytes, a few megabytes at a time.
+"""From files to planes on the device: each rank brings its own bytes, a few megabytes at a time.
 
 A *slab* is one rank's part of one stored tensor and the planes it fills. Slabs are cut into pieces; threads bring the
-next pieces into pinned buffers while the device rearranges the one before. Whole rows are read straight into the
-buffer, which from the page cache is faster by half than copying them out of a mapping.
-
-Cuts along a row take a few hundred bytes out of each row. Those are copied out of a mapping, whose pages are given
-back at once: only they are copied and counted, but the file system reads whole pages, which on one machine all ranks
-share through the page cache. So neither mappings nor buffers let the process grow with the file.
+next pieces into pinned buffers while the device rearranges the one before.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from io import FileIO
-from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
 
-from glm5deploy.errors import FileFormatError
-from glm5deploy.gguf_files.shards import ShardTensor
-from glm5deploy.quants.formats import FORMATS, Scales
-from glm5deploy.quants.planes import Planes, repack
+from glm5deploy.quants.planes import repack
+from glm5deploy.vllm_plugin.rank_files import Files
+from glm5deploy.vllm_plugin.slabs import Piece, Slab, pieces
 
 PIECE_BYTES = 16 << 20  # of a piece: bounds the buffers and what rearranging takes on the device
 _BUFFERS = 8  # pieces under way at a time, each with a thread that reads
-_PAGE = mmap.PAGESIZE
-_FETCH = "`glm5deploy fetch` checks the file and mends it."
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Matrices of a GGUF tensor: ``experts`` of them, ``rows`` rows each from row ``first`` of ``height``.
-
-    ``name`` is the Hugging Face name it stands for (of expert stacks with ``{expert}``).
-    """
-
-    tensor: ShardTensor
-    name: str
-    rows: int
-    experts: int = 1
-    first: int = 0
-    height: int = 0
-
-    @property
-    def columns(self) -> int:
-        return self.tensor.shape[0]
-
-    @property
-    def planes_type(self) -> str:
-        """The type the planes have: the file's own, or bf16 for one that no kernel reads."""
-        return self.tensor.type.name if self.tensor.type.name in FORMATS else "BF16"
-
-    @property
-    def dense(self) -> bool:
-        """True where dense numbers are kept: the file has such, or no kernel reads its type."""
-        return FORMATS[self.planes_type].scales is Scales.DENSE
-
-
-@dataclass(frozen=True, slots=True)
-class Slab:
-    """``rows`` and ``columns`` of the matrices ``experts`` of a source, and the planes that receive them.
-
-    Planes may have more rows than are read (padding of the vocabulary); those are zeroed.
-    """
-
-    source: Source
-    target: Planes
-    experts: Sequence[int]
-    rows: range
-    columns: range
-
-    def __post_init__(self) -> None:
-        block = self.source.tensor.type.block_elements
-        if self.columns.start % block or self.columns.stop % block:
-            raise FileFormatError(
-                f"{self.source.tensor.name}: columns {self.columns.start} to {self.columns.stop} cut a block of "
-                f"{block} {self.source.tensor.type.name} weights",
-                hint="Use a smaller tensor-parallel size, or --enable-expert-parallel for routed experts.",
-            )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file."""
-        return len(self.experts) * len(self.rows) * self.source.tensor.type.nbytes(len(self.columns))
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Part of a slab: experts ``e0`` to ``e1`` of its list, rows ``r0`` to ``r1`` of its range, counted from 0."""
-
-    slab: Slab
-    e0: int
-    e1: int
-    r0: int
-    r1: int
-
-    @property
-    def transcoded(self) -> bool:
-        return self.slab.source.planes_type != self.slab.source.tensor.type.name
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Experts, rows and bytes a row as they are handed to the device."""
-        columns = len(self.slab.columns)
-        width = 2 * columns if self.transcoded else self.slab.source.tensor.type.nbytes(columns)
-        return self.e1 - self.e0, self.r1 - self.r0, width
-
-
-def pieces(slab: Slab, most: int) -> Iterator[Piece]:
-    """Cut a slab into pieces of at most ``most`` bytes of a buffer: some experts, or some rows of one."""
-    rows, experts = len(slab.rows), len(slab.experts)
-    width = Piece(slab, 0, 1, 0, 1).shape[2]
-    if width * rows <= most:
-        step = max(1, most // max(1, width * rows))
-        for e in range(0, experts, step):
-            yield Piece(slab, e, min(e + step, experts), 0, rows)
-        return
-    step = max(1, most // width)
-    for e in range(experts):
-        for r in range(0, rows, step):
-            yield Piece(slab, e, e + 1, r, min(r + step, rows))
-
-
-class Files:
-    """The files, opened and mapped once each. ``taken`` counts bytes copied out of them."""
-
-    def __init__(self) -> None:
-        self._files: dict[Path, tuple[FileIO, mmap.mmap]] = {}
-        self.taken = 0
-
-    def open(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            if path not in self._files:
-                file = FileIO(path)
-                self._files[path] = file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def copy(self, piece: Piece, out: np.ndarray) -> int:
-        """Copy a piece into ``out``, uint8 of the piece's shape; returns the bytes taken.
-
-        Raises :class:`FileFormatError` when the file ends too early.
-        """
-        slab, source = piece.slab, piece.slab.source
-        tensor = source.tensor
-        width = tensor.type.nbytes(source.columns)
-        here = slice(tensor.type.nbytes(slab.columns.start), tensor.type.nbytes(slab.columns.stop))
-        file, mapped = self._files[tensor.path]
-        count = piece.r1 - piece.r0
-        bytes_taken = 0
-        for i, expert in enumerate(slab.experts[piece.e0 : piece.e1]):
-            row = expert * (source.height or source.rows) + source.first + slab.rows.start + piece.r0
-            start = tensor.offset + row * width
-            if start + count * width > len(mapped):
-                raise FileFormatError(
-                    f"{tensor.path} ends inside of {tensor.name}", hint="`glm5deploy fetch` mends it."
-                )
-            if here.stop - here.start == width and not piece.transcoded:
-                os.posix_fadvise(file.fileno(), start, count * width, os.POSIX_FADV_WILLNEED)
-                _read(file, out[i].reshape(-1), start)
-                bytes_taken += out[i].size
-                continue
-            _advise(mapped, mmap.MADV_WILLNEED, start, count * width)
-            stored = np.frombuffer(mapped, np.uint8, count * width, start).reshape(count, width)[:, here]
-            if piece.transcoded:
-                numbers = dequantize(np.array(stored), GGMLQuantizationType(tensor.type.id))
-                out[i] = torch.from_numpy(numbers).to(torch.bfloat16).view(torch.uint8).numpy()
-            else:
-                np.copyto(out[i], stored)
-            bytes_taken += stored.size
-            del stored
-            _advise(mapped, mmap.MADV_DONTNEED, start, count * width)
-        return bytes_taken
-
-
-def _read(file: FileIO, out: np.ndarray, offset: int) -> None:
-    """Fill ``out``, uint8 [n], from ``offset`` on; the file was seen to be long enough."""
-    done = 0
-    while done < out.size:
-        got = os.preadv(file.fileno(), [out[done:].data], offset + done)
-        if not got:
-            raise FileFormatError(f"{file.name} became shorter while it was read")
-        done += got
-
-
-def _advise(mapped: mmap.mmap, advice: int, start: int, size: int) -> None:
-    """Tell the kernel about the whole pages around ``size`` bytes at ``start``. A read-only mapping loses nothing."""
-    first = start // _PAGE * _PAGE
-    mapped.madvise(advice, first, min(start + size, len(mapped)) - first)
 
 
 class Reader:

@@ -107,7 +107,8 @@ def test_experts_replayed_from_a_graph_follow_their_inputs(ranks: int, tmp_path:
     from glm5deploy.vllm_plugin import quantised_ops as ops
     from glm5deploy.vllm_plugin.quantised_modules import Module
     from glm5deploy.vllm_plugin.quantised_moe import Glm5MoeMethod
-    from glm5deploy.vllm_plugin.rank_reader import Reader, Source
+    from glm5deploy.vllm_plugin.rank_reader import Reader
+    from glm5deploy.vllm_plugin.slabs import Source
     from tests.vllm_plugin.test_quantised import expert_layer
     from tests.vllm_plugin.test_rank_reader import random_tensor
 

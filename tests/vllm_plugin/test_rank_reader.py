@@ -30,7 +30,9 @@ from glm5deploy.vllm_plugin.model_files import ModelFiles
 from glm5deploy.vllm_plugin.quantised_linear import Glm5LinearMethod, share
 from glm5deploy.vllm_plugin.quantised_loading import left_over
 from glm5deploy.vllm_plugin.quantised_modules import Module, quantised_modules
-from glm5deploy.vllm_plugin.rank_reader import Files, Progress, Reader, Slab, Source, pieces
+from glm5deploy.vllm_plugin.rank_files import Files
+from glm5deploy.vllm_plugin.rank_reader import Progress, Reader
+from glm5deploy.vllm_plugin.slabs import Slab, Source, pieces
 from tests.quants.blocks import QUANTISED, random_rows
 from tests.support.glm_catalogue import real_metadata, real_tensors
 from tests.vllm_plugin.conftest import Run
