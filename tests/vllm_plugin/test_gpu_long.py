@@ -17,7 +17,7 @@ import torch
 
 from tests.support.compare import DECODE_MEDIAN, check_steps, logprob_differences
 from tests.support.engine import Answer, Engine
-from tests.support.gpu_servers import GpuRun, LongAnswer, Result, ask_prompts, bf16, random_prompt
+from tests.support.gpu_servers import PACKED, GpuRun, LongAnswer, Result, ask_prompts, bf16, random_prompt
 from tests.support.oracle import State, decoded_steps, oracle_of, step_differences
 from tests.vllm_plugin.test_gpu import check_prompts
 
@@ -71,6 +71,11 @@ TRUTH_128, TRUTH_2048 = partial(truth, 128), partial(truth, 2048)
 RUNS = (
     GpuRun("A-topk128", bf16("A", index_topk=128), TASKS, "topk128/fp8", LONG, prepare=TRUTH_128),
     GpuRun("A-topk2048", bf16("A", index_topk=2048), TASKS, "dense", LONG, traced=False, prepare=TRUTH_2048),
+    GpuRun(
+        *("A-topk2048-fp8-cache", bf16("A", index_topk=2048), TASKS, "dense", (*LONG, *PACKED)),
+        traced=False,
+        prepare=TRUTH_2048,
+    ),
     GpuRun(
         *("A-topk128-native", bf16("A", index_topk=128), TASKS, "topk128/fp8", (*LONG, *NATIVE)),
         native=True,

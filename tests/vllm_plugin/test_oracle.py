@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from tests.support.compare import logprob_median, selected_difference
+from tests.support.compare import check_steps, logprob_median, selected_difference
+from tests.support.engine import Answer
 from tests.support.goldens import SETS, prompts, references
-from tests.support.oracle import Oracle, State, oracle_of
+from tests.support.oracle import Oracle, State, answer_differences, oracle_of
 
 EXACT = 2e-3  # both are fp32 and round in other places
 CASES = [("A", "topk64/fp8", 64), ("A", "dense", 2048), ("B-Q4", "topk64/fp8", 64)]
@@ -38,3 +41,27 @@ def test_a_context_may_come_in_pieces_and_be_continued_twice() -> None:
     fork = whole.fork(300)
     assert (oracle.extend(fork, ids[300:400]) - expected[300:]).abs().median() <= 1e-5
     assert whole.length == fork.length == 400
+
+
+def answer_of(oracle: Oracle, ids: list[int], tokens: list[int]) -> Answer:
+    """What a server would answer that computes as ``oracle`` does and decodes ``tokens``."""
+    rows = oracle.extend(State(), [*ids, *tokens[:-1]], last=len(tokens))
+    best = rows.topk(20)
+    tops = [dict(zip(i, v, strict=True)) for i, v in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    return Answer({len(ids) - 1 + i: top for i, top in enumerate(tops)}, tokens, [])
+
+
+@pytest.mark.parametrize(
+    ("key", "schedule", "topk", "right"),
+    [("A", "FFFF", 64, True), ("A", "FFFF", 2048, False), ("B-Q4", "FFFF", 64, False)],
+    ids=["right", "dense", "wrong schedule"],
+)
+def test_answers_of_another_computation_are_refused(key: str, schedule: str, topk: int, right: bool) -> None:
+    """With the tolerance of bf16, in which the servers on a GPU compute."""
+    truth, served = oracle_of(key, 64), Oracle(SETS[key].path, schedule, topk=topk)
+    requests = []
+    for name in ("p300", "p700"):
+        ids, tokens = prompts()[name].ids, references(key)[name].greedy
+        requests.append(answer_differences(truth, ids, answer_of(served, ids, tokens)))
+    with nullcontext() if right else pytest.raises(AssertionError, match="steps: median"):
+        check_steps(requests, "bfloat16")
