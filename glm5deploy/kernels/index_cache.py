@@ -1,4 +1,4 @@
-"""Query preparation and the index-key cache: quantise, store, gather. Layout: `layout.py`."""
+"""Preparation of index queries and keys, and the key cache: quantise, store, gather. Layout: `layout.py`."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
@@ -57,6 +57,48 @@ def prepare_query_kernel(
         tl.store(p_out + 64 + o_rest[None, :], e4m3_to_f32(b_rest).to(q_out.dtype.element_ty))
     b_w = tl.load(weights + i_t * stride_weights + o_j).to(tl.float32)
     tl.store(weights_out + i_t * J + o_j, b_w * b_scale * factor)
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions"])
+def prepare_key_kernel(
+    k,  # [T, 128]
+    weight,  # [128]
+    bias,  # [128]
+    positions,  # int [T]
+    cos_sin,  # [P, 64]: 32 cosines, then 32 sines
+    k_out,  # [T, 128], k's type
+    eps,
+    tokens,
+    stride_k,
+    BT: tl.constexpr,
+):
+    o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    m_t = (o_t < tokens)[:, None]
+    o_even = 2 * tl.arange(0, 32)
+    o_rest = 64 + tl.arange(0, 64)
+    p_k = k + o_t[:, None] * stride_k
+    b_even = tl.load(p_k + o_even[None, :], mask=m_t, other=0.0).to(tl.float32)  # [BT, 32]
+    b_odd = tl.load(p_k + o_even[None, :] + 1, mask=m_t, other=0.0).to(tl.float32)
+    b_rest = tl.load(p_k + o_rest[None, :], mask=m_t, other=0.0).to(tl.float32)  # [BT, 64]
+    b_mean = (tl.sum(b_even, axis=1) + tl.sum(b_odd, axis=1) + tl.sum(b_rest, axis=1)) / 128
+    b_even -= b_mean[:, None]
+    b_odd -= b_mean[:, None]
+    b_rest -= b_mean[:, None]
+    b_squares = tl.sum(b_even * b_even, axis=1) + tl.sum(b_odd * b_odd, axis=1) + tl.sum(b_rest * b_rest, axis=1)
+    b_factor = (1.0 / tl.sqrt(b_squares / 128 + eps))[:, None]
+    # Rounded to k's type after the norm and after RoPE, as the model does with each an operation of its own.
+    b_even = b_even * b_factor * tl.load(weight + o_even)[None, :] + tl.load(bias + o_even)[None, :]
+    b_odd = b_odd * b_factor * tl.load(weight + o_even + 1)[None, :] + tl.load(bias + o_even + 1)[None, :]
+    b_rest = b_rest * b_factor * tl.load(weight + o_rest)[None, :] + tl.load(bias + o_rest)[None, :]
+    b_even = b_even.to(k.dtype.element_ty).to(tl.float32)
+    b_odd = b_odd.to(k.dtype.element_ty).to(tl.float32)
+    p_angle = cos_sin + tl.load(positions + o_t, mask=o_t < tokens, other=0).to(tl.int64)[:, None] * 64
+    b_cos = tl.load(p_angle + tl.arange(0, 32)[None, :], mask=m_t, other=0.0).to(tl.float32)
+    b_sin = tl.load(p_angle + 32 + tl.arange(0, 32)[None, :], mask=m_t, other=0.0).to(tl.float32)
+    p_out = k_out + o_t[:, None] * 128
+    tl.store(p_out + o_even[None, :], (b_even * b_cos - b_odd * b_sin).to(k_out.dtype.element_ty), mask=m_t)
+    tl.store(p_out + o_even[None, :] + 1, (b_odd * b_cos + b_even * b_sin).to(k_out.dtype.element_ty), mask=m_t)
+    tl.store(p_out + o_rest[None, :], b_rest.to(k_out.dtype.element_ty), mask=m_t)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots"])

@@ -1,17 +1,23 @@
-"""Host side of the lightning indexer: query preparation, key cache, logits."""
+"""Host side of the lightning indexer: preparation of queries and keys, key cache, logits."""
 
 from __future__ import annotations
 
 import torch
 import triton
 
-from glm5deploy.kernels.index_cache import gather_keys_kernel, prepare_query_kernel, store_keys_kernel
+from glm5deploy.kernels.index_cache import (
+    gather_keys_kernel,
+    prepare_key_kernel,
+    prepare_query_kernel,
+    store_keys_kernel,
+)
 from glm5deploy.kernels.indexer_logits import paged_logits_kernel, ragged_logits_kernel
 from glm5deploy.kernels.latent_cache import byte_view, token_stride
 from glm5deploy.kernels.layout import INDEX_DIM, INDEX_KEY_BYTES, INDEX_ROPE_DIM, require
 from glm5deploy.kernels.tuning import LogitsConfig, gpu, paged_config, ragged_config
 
 _FP8 = torch.float8_e4m3fn
+_PREPARE_TOKENS = 4
 _STORE_TOKENS = 16
 _GATHER_KEYS = 32
 
@@ -55,6 +61,40 @@ def prepare_index_query(
         num_warps=4,
     )
     return values, weights_out
+
+
+def prepare_index_key(
+    k: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`reference.prepare_index_key` on the GPU, in one launch: k [T, 128] -> out [T, 128] of the same type."""
+    tokens, width = k.shape
+    require(width == INDEX_DIM and k.stride(1) == 1, f"k must be [T, {INDEX_DIM}] with unit column stride")
+    require(cos_sin.shape[1] == INDEX_ROPE_DIM and cos_sin.is_contiguous(), f"cos_sin must be [P, {INDEX_ROPE_DIM}]")
+    require(weight.shape == bias.shape == (INDEX_DIM,), f"weight and bias must be [{INDEX_DIM}]")
+    require(weight.is_contiguous() and bias.is_contiguous(), "weight and bias must be contiguous")
+    require(out.is_contiguous() and out.shape == k.shape and out.dtype == k.dtype, "out must be k's like, contiguous")
+    if tokens == 0:
+        return out
+    prepare_key_kernel[(triton.cdiv(tokens, _PREPARE_TOKENS),)](
+        k,
+        weight,
+        bias,
+        positions,
+        cos_sin,
+        out,
+        eps,
+        tokens,
+        token_stride(k),
+        BT=_PREPARE_TOKENS,
+        num_warps=4,
+    )
+    return out
 
 
 def _check_cache(cache: torch.Tensor) -> None:

@@ -208,6 +208,24 @@ def store_index_keys(cache: torch.Tensor, k: torch.Tensor, slots: torch.Tensor) 
     scales[block, offset] = scale
 
 
+def prepare_index_key(
+    k: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+) -> torch.Tensor:
+    """LayerNorm of each index key in fp32, then RoPE on its first dimensions; both are rounded to k's dtype.
+
+    k [T, 128], weight and bias [128], positions int [T], cos_sin [P, 64] -> [T, 128] of k's dtype.
+    """
+    normed = torch.nn.functional.layer_norm(k.float(), k.shape[-1:], weight.float(), bias.float(), eps).to(k.dtype)
+    width = cos_sin.shape[1]
+    rotated = rope_interleaved(normed[:, :width], positions, cos_sin).to(k.dtype)
+    return torch.cat((rotated, normed[:, width:]), dim=-1)
+
+
 def load_index_keys(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Keys at slots [S] of a uint8 [blocks, block_size, 132] cache, dequantised: fp32 [S, 128]."""
     values, scales = index_cache_views(cache)

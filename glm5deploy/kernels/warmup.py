@@ -13,6 +13,7 @@ from glm5deploy.kernels.attention import combine_dims, combine_splits, sparse_ml
 from glm5deploy.kernels.indexer import (
     gather_index_keys,
     paged_logits,
+    prepare_index_key,
     prepare_index_query,
     ragged_logits,
     store_index_keys,
@@ -108,17 +109,19 @@ def _cache(serving: Serving, device: torch.device) -> Iterator[Launch]:
 
 
 def _queries(serving: Serving, device: torch.device) -> Iterator[Launch]:
-    def prepare_query(position_type: torch.dtype, angle_type: torch.dtype) -> None:
+    def prepare(position_type: torch.dtype, angle_type: torch.dtype) -> None:
         query = torch.zeros((1, serving.index_heads, INDEX_DIM), dtype=serving.dtype, device=device)
         values = torch.empty_like(query, dtype=index_value_dtype(gpu(device)))
         weights = torch.zeros((1, serving.index_heads), device=device)
         cos_sin = torch.zeros((1, INDEX_ROPE_DIM), dtype=angle_type, device=device)
         positions = torch.zeros(1, dtype=position_type, device=device)
         prepare_index_query(query, weights.to(serving.dtype), positions, cos_sin, 1.0, values, weights)
+        key, norm = query[:, 0], torch.zeros(INDEX_DIM, device=device)
+        prepare_index_key(key, norm, norm, 1e-6, positions, cos_sin, torch.empty_like(key))
 
     for position_type in (torch.int64, torch.int32):
         for angle_type in (serving.dtype, torch.float32):  # vLLM keeps angles in either
-            yield Launch(("query", position_type, angle_type), partial(prepare_query, position_type, angle_type))
+            yield Launch(("query and key", position_type, angle_type), partial(prepare, position_type, angle_type))
 
 
 def _scores(serving: Serving, device: torch.device) -> Iterator[Launch]:

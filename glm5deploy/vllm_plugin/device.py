@@ -26,6 +26,7 @@ from glm5deploy.vllm_plugin.score_plan import SCORES, rows_at_once
 
 __all__ = [
     "attend",
+    "prepare_index_key",
     "prepare_index_query",
     "profile",
     "reserve",
@@ -53,6 +54,7 @@ class Scratch:
             return torch.empty(shape, dtype=dtype, device=device)
 
         self.query = empty(tokens, serving.index_heads, INDEX_DIM, dtype=values)
+        self.index_key = empty(tokens, INDEX_DIM, dtype=serving.dtype)
         self.query_weights = empty(tokens, serving.index_heads, dtype=torch.float32)
         self.keys = empty(context, INDEX_DIM, dtype=values)
         self.key_scales = empty(context, dtype=torch.float32)
@@ -119,6 +121,19 @@ def prepare_index_query(
     return index_kernels.prepare_index_query(
         q, weights, positions, cos_sin, factor, own.query[:tokens], own.query_weights[:tokens]
     )
+
+
+def prepare_index_key(
+    k: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+) -> torch.Tensor:
+    """`reference.prepare_index_key` into scratch memory: [T, 128]."""
+    out = scratch(k.device).index_key[: k.shape[0]]
+    return index_kernels.prepare_index_key(k, weight, bias, eps, positions, cos_sin, out)
 
 
 def select(

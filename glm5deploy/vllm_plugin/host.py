@@ -7,13 +7,14 @@ import torch
 from glm5deploy.kernels.reference import (
     indexer_logits,
     load_index_keys,
+    prepare_index_key,
     prepare_index_query,
     select_topk,
     store_index_keys,
 )
 from glm5deploy.vllm_plugin.metadata import SparseMetadata
 
-__all__ = ["prepare_index_query", "profile", "select", "store_index_keys"]
+__all__ = ["prepare_index_key", "prepare_index_query", "profile", "select", "store_index_keys"]
 
 
 def profile(device: torch.device) -> None:

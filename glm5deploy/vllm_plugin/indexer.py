@@ -13,7 +13,6 @@ from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backend import AttentionBackend
 
 from glm5deploy.kernels.layout import INDEX_KEY_BYTES
-from glm5deploy.kernels.reference import rope_interleaved
 from glm5deploy.vllm_plugin import PACKED, cpu, selection
 from glm5deploy.vllm_plugin.metadata import IndexMetadataBuilder
 
@@ -89,16 +88,19 @@ class Glm5Indexer(nn.Module):
         """hidden_states [T, hidden], qr [T, q rank], positions [T] -> topk_indices_buffer[:T], -1 padded."""
         q = self.wq_b(qr)[0].view(-1, self.n_head, self.head_dim)
         key, weights = self.wk_weights_proj(hidden_states)[0].split([self.head_dim, self.n_head], dim=-1)
-        key = self.k_norm(key)
+        norm_weight, norm_bias = self.k_norm.weight, self.k_norm.bias
         cos_sin = rotary_emb.cos_sin_cache
         if rotary_emb.is_neox_style:
+            # The norm's parameters move along: it does not depend on the order of dimensions either.
             q, key = _adjacent_pairs(q, self.rope_dim), _adjacent_pairs(key, self.rope_dim)
-        rotated = rope_interleaved(key[:, : self.rope_dim], positions, cos_sin).to(key.dtype)
-        key = torch.cat((rotated, key[:, self.rope_dim :]), dim=-1)
+            norm_weight, norm_bias = (_adjacent_pairs(part, self.rope_dim) for part in (norm_weight, norm_bias))
         selection.OP(
             q,
             key,
             weights,
+            norm_weight,
+            norm_bias,
+            self.k_norm.eps,
             positions,
             cos_sin,
             self.factor,

@@ -17,6 +17,9 @@ def glm5_select(
     q: torch.Tensor,
     key: torch.Tensor,
     weights: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    eps: float,
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
     factor: float,
@@ -26,8 +29,9 @@ def glm5_select(
 ) -> None:
     """Store the step's keys, then write each token's best ``topk`` positions into ``selected``.
 
-    q [T, J, 128] before RoPE, key [T, 128] after it, weights [T, J], positions int [T], cos_sin [P, 64] (cosines, then
-    sines), ``factor`` on the weights, selected int32 [most, topk].
+    q [T, J, 128] and key [T, 128] as their projections give them, weights [T, J], the key's LayerNorm (weight and bias
+    [128], eps), positions int [T], cos_sin [P, 64] (cosines, then sines), ``factor`` on the weights, selected int32
+    [most, topk].
     """
     layer = _resolve_layer_name(layer_name)
     metadata, cache = _context(layer)
@@ -37,7 +41,8 @@ def glm5_select(
         kernels.profile(q.device)
         return
     tokens = metadata.num_actual_tokens
-    kernels.store_index_keys(cache, key[:tokens], metadata.slot_mapping[:tokens])
+    key = kernels.prepare_index_key(key[:tokens], norm_weight, norm_bias, eps, positions[:tokens], cos_sin)
+    kernels.store_index_keys(cache, key, metadata.slot_mapping[:tokens])
     values, folded = kernels.prepare_index_query(q[:tokens], weights[:tokens], positions[:tokens], cos_sin, factor)
     kernels.select(values, folded, cache, metadata, selected, topk)
     trace.count(layer, metadata, topk)
@@ -84,6 +89,9 @@ def _fake(
     q: torch.Tensor,
     key: torch.Tensor,
     weights: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    eps: float,
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
     factor: float,

@@ -109,6 +109,9 @@ def indexer_jobs(arch: int, family: str) -> Iterator[Job]:
         {"J": 32, "CODES": fp8},
         ("q", "cos_sin", "q_out", "stride_q_t", "stride_q_j"),
     )
+    types = {"k": BF16, "weight": F32, "bias": F32, "positions": I64, "cos_sin": BF16, "k_out": BF16, "eps": "fp32"}
+    aligned = ("k", "weight", "bias", "cos_sin", "k_out", "stride_k")
+    yield Job("index_cache.prepare_key_kernel", arch, 4, 3, types, {"BT": 4}, aligned)
     types = {"k": BF16, "slots": I64, "values": U8, "scales": F32}
     aligned = ("values", "scales", "stride_block")
     yield Job("index_cache.store_keys_kernel", arch, 4, 3, types, {"BLOCK": 64, "BT": 16}, ("k", "stride_k", *aligned))

@@ -39,6 +39,22 @@ def test_queries_are_rotated_quantised_and_their_scale_folded(dtype: torch.dtype
     assert torch.equal(folded, expected_folded)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_keys_are_normed_and_rotated(dtype: torch.dtype, tokens: int) -> None:
+    """Out of a wider matrix, whose other columns are the head weights. Rounding may fall the other way, seldom."""
+    wide = (3 * torch.randn(tokens, 160) + 1).to(dtype)
+    wide[-1] = 5.0  # nothing is left of it but the bias
+    weight, bias = torch.rand(128) + 0.5, torch.randn(128)
+    positions, table = torch.arange(tokens) * 3 % 10, torch.rand(10, 64)
+    out = torch.full((tokens, 128), torch.nan, dtype=dtype)
+    indexer.prepare_index_key(wide[:, :128], weight, bias, 1e-6, positions, table, out)
+    expected = reference.prepare_index_key(wide[:, :128], weight, bias, 1e-6, positions, table)
+    assert expected.dtype == dtype
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 4e-3)
+    assert (out != expected).float().mean() < (1 if dtype == torch.float32 else 0.02)
+
+
 def test_keys_are_stored_like_the_reference_to_the_byte() -> None:
     cache, expected = key_cache(6, BLOCK), key_cache(6, BLOCK)
     keys = torch.randn(37, 128, dtype=torch.float16)
