@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import triton
-from triton.runtime.errors import OutOfResources
+from triton.errors import TritonError
 
 from glm5deploy.errors import DeployError, UsageError
 from glm5deploy.kernels import tune_cases as cases
@@ -38,6 +38,7 @@ from glm5deploy.kernels.tuning import (
     SPARSE_TABLE,
     SPILL_LIMIT,
     TABLE_VARIABLE,
+    Gpu,
     LogitsConfig,
     SparseConfig,
     SparseRow,
@@ -107,7 +108,7 @@ class Measuring:
             found = built_in
         self.done += 1
         before = f", built-in {times[built_in]:.1f} µs" if built_in in times else ""
-        note = f"{name}: {times[found]:.1f} µs{before}, of {len(times)} configurations"
+        note = f"{name}: {times[found]:.1f} µs{before}, of {len(times)} configurations that fit"
         self.say({"done": self.done, "total": self.total, "note": note})
         return found
 
@@ -121,8 +122,8 @@ class Measuring:
                 for call in case.variants(shape):
                     try:
                         call()
-                    except OutOfResources as error:
-                        self.unfit[shape] = str(error)
+                    except (TritonError, RuntimeError) as error:  # too large, or more than the compiler can do
+                        self.unfit[shape] = str(error).splitlines()[0]
 
         shapes = list(dict.fromkeys(replace(config, per_sm=1) for config in candidates))
         note = f"compiling {len(shapes)} configurations of {type(case).__name__.lower()}"
@@ -137,12 +138,12 @@ def tune(request: Request, path: Path, device: torch.device, seconds: float, say
     """Measure what the table at ``path`` lacks of ``request``, write it, and return it; at most about ``seconds``."""
     of, sizes = gpu(device), cases.Sizes() if device.type == "cuda" else cases.SMALL
     progress = path.with_name(path.name + ".progress")
-    held = next((t for t in (_held(path, request, of), _held(progress, request, of)) if t), Measured())
+    held = max(_held(path, request, of), _held(progress, request, of), key=_pieces_of)
     if held.complete:
         return held
     run = Measuring(device, time.monotonic() + seconds, say, graph_time if device.type == "cuda" else wall_time)
     run.total = len(sizes.tokens) + 2
-    run.done = len(held.rows) + (held.ragged is not None) + (held.paged is not None)
+    run.done = _pieces_of(held)
     held = replace(held, request=request.as_json())
     for longer in _pieces(run, request, held, sizes):
         held = longer
@@ -155,13 +156,17 @@ def tune(request: Request, path: Path, device: torch.device, seconds: float, say
     return replace(held, complete=complete)
 
 
-def _held(path: Path, request: Request, of: Any) -> Measured | None:
-    """What a file has of the request; None where it is of something else."""
+def _pieces_of(table: Measured) -> int:
+    return len(table.rows) + (table.ragged is not None) + (table.paged is not None)
+
+
+def _held(path: Path, request: Request, of: Gpu) -> Measured:
+    """What a file has of the request; nothing where it is of something else."""
     try:
         found = load_table(path, of)
     except ValueError:
-        return None
-    return found if not found.refused and found.request == request.as_json() else None
+        return Measured()
+    return found if not found.refused and found.request == request.as_json() else Measured()
 
 
 def _pieces(run: Measuring, request: Request, held: Measured, sizes: cases.Sizes) -> Iterator[Measured]:
