@@ -40,14 +40,16 @@ def step(serving: Serving, tokens: int, width: int, next_n: int) -> None:
     fused = torch.zeros(tokens, 2624, dtype=kind)
     slots64 = torch.zeros(tokens + 1, dtype=torch.int64)[random.randint(0, 1) :][:tokens]
     store_latent(fused[:, 2048:2560], fused[:, 2560:], slots64, cache)
-    indexer.store_index_keys(keys, torch.zeros(tokens, 128, dtype=kind), slots64)
+    projected = torch.zeros(tokens, 128 + serving.index_heads, dtype=kind)
+    angles, norm = torch.zeros(9, 64, dtype=kind), torch.zeros(128)
+    key = torch.zeros(tokens, 128, dtype=kind)
+    indexer.prepare_index_key(projected[:, :128], norm, norm, 1e-6, slots64, angles, key)
+    indexer.store_index_keys(keys, key, slots64)
     value_type = tuning.index_value_dtype(tuning.gpu(device))
     values = torch.empty(serving.max_tokens, serving.index_heads, 128, dtype=value_type)
     folded = torch.zeros(serving.max_tokens, serving.index_heads)
     query = torch.zeros(tokens, serving.index_heads, 128, dtype=kind)
-    weights = torch.zeros(tokens, 128 + serving.index_heads, dtype=kind)[:, 128:]
-    angles = torch.zeros(9, 64, dtype=kind)
-    indexer.prepare_index_query(query, weights, slots64, angles, 0.1, values[:tokens], folded[:tokens])
+    indexer.prepare_index_query(query, projected[:, 128:], slots64, angles, 0.1, values[:tokens], folded[:tokens])
     lengths = torch.zeros(tokens + 3, dtype=torch.int32)[random.randint(0, 3) :][:tokens]
     table = torch.zeros(max(1, tokens // next_n), LONG // BLOCK + random.randint(9, 99), dtype=torch.int32)
     selected = torch.zeros(serving.max_tokens, serving.topk, dtype=torch.int32)
