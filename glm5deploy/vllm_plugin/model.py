@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
-from vllm.model_executor.models.deepseek_v2 import GateLinear, GlmMoeDsaForCausalLM
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE, GateLinear, GlmMoeDsaForCausalLM
 
 from glm5deploy.glm_dsa.pipeline_parallel import VARIABLE, partition_variable
 from glm5deploy.vllm_plugin import DRAFT_ARCHITECTURE, compat
@@ -24,13 +24,28 @@ class Fp32GateLinear(GateLinear):
         super().__init__(*args, **{**kwargs, "params_dtype": torch.float32, "out_dtype": torch.float32})
 
 
+class WeightScaledMoE(DeepseekV2MoE):
+    """Routed experts whose weights carry the model's scaling factor: the router multiplies it in, without a launch.
+
+    vLLM multiplies the experts' sum with it, except in float16, where it scales all else down so that nothing
+    overflows; that stays as it is.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        to_output = torch.get_default_dtype() == torch.float16
+        super().__init__(*args, **{**kwargs, "apply_routed_scale_to_output": to_output})
+
+
+PARTS = {"Indexer": Glm5Indexer, "GateLinear": Fp32GateLinear, "DeepseekV2MoE": WeightScaledMoE}
+
+
 class Glm5ForCausalLM(GlmMoeDsaForCausalLM):
     """GLM-5, 5.1, 5.2 and 5.3 with the selection and the attention of this package."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         if vllm_config.speculative_config is not None:
             _prepare_draft(vllm_config.speculative_config)
-        with compat.portable_model_parts(Indexer=Glm5Indexer, GateLinear=Fp32GateLinear):
+        with compat.portable_model_parts(**PARTS):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         stages = vllm_config.parallel_config.pipeline_parallel_size
         require_own_selection(vllm_config.model_config.hf_text_config, self.model.start_layer, stages)
@@ -63,5 +78,5 @@ class Glm5MTP(DeepSeekMTP):
     """The MTP block as a draft model for speculative decoding."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        with compat.portable_model_parts(Indexer=Glm5Indexer, GateLinear=Fp32GateLinear):
+        with compat.portable_model_parts(**PARTS):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
