@@ -84,11 +84,13 @@ class Measuring:
         return time.monotonic() >= self.ends
 
     def best(self, name: str, case: cases.Attention | cases.Scores, candidates: list[Any]) -> Any:
-        """The fastest of the candidates, of which the first is the built-in choice, and how much it saves."""
+        """The fastest of the candidates, of which the first is the built-in choice; None when the time was up first."""
         expected = case.expected()
         times: dict[Any, float] = {}
         for config in candidates:
-            if replace(config, per_sm=1) in self.unfit or (times and self.over):
+            if self.over:
+                return None
+            if replace(config, per_sm=1) in self.unfit:
                 continue
             calls = list(case.calls(config))
             error = relative_rms(case.checked(calls[0]()), expected)
@@ -184,20 +186,26 @@ def _pieces(run: Measuring, request: Request, held: Measured, sizes: cases.Sizes
         case = cases.Attention(rows, request.heads, request.topk, tokens, sizes)
         built_in = sparse_config(of, request.packed, request.heads, tokens)
         candidates = cases.attention_candidates(request.heads, built_in)[: sizes.candidates]
-        config: SparseConfig = run.best(f"attention, {tokens} tokens", case, candidates)
+        config: SparseConfig | None = run.best(f"attention, {tokens} tokens", case, candidates)
+        if config is None:
+            return
         heads = triton.cdiv(request.heads, 16) * 16
         limit = limits.get(replace(config, per_sm=1), SPILL_LIMIT)
         held = replace(held, rows=(*held.rows, SparseRow((of.family,), request.packed, heads, most, config, limit)))
         yield held
     fp8 = of.arch >= FIRST_FP8_ARCH
     for name, ragged in (("ragged", True), ("paged", False)):
-        if getattr(held, name) is not None or run.over:
+        if getattr(held, name) is not None:
             continue
+        if run.over:
+            return
         chosen = (ragged_config if ragged else paged_config)(of, fp8)
         scores = cases.Scores(ragged, request.index_heads, device, sizes)
         rivals = cases.logits_candidates(chosen, ragged)[: sizes.candidates]
         run.compile(scores, rivals, {})
-        best: LogitsConfig = run.best(f"{'prefill' if ragged else 'decode'} scores", scores, rivals)
+        best: LogitsConfig | None = run.best(f"{'prefill' if ragged else 'decode'} scores", scores, rivals)
+        if best is None:
+            return
         held = replace(held, ragged=best) if ragged else replace(held, paged=best)
         yield held
 

@@ -127,10 +127,10 @@ BUILT_IN = tuning.SparseConfig(16, 64, 4, 2, 1)
 RIVALS = [BUILT_IN, *(replace(BUILT_IN, warps=warps) for warps in (1, 2, 8))]
 
 
-def best(times: list[float], wrong: Any = None, unfit: tuple[Any, ...] = ()) -> Any:
+def best(times: list[float], wrong: Any = None, unfit: tuple[Any, ...] = (), seconds: float = 60) -> Any:
     """The choice among the built-in configuration and three rivals that take these times."""
     left = iter(times)
-    measuring = Measuring(CPU, time.monotonic() + 60, lambda _: None, lambda calls: next(left))
+    measuring = Measuring(CPU, time.monotonic() + seconds, lambda _: None, lambda calls: next(left))
     measuring.unfit = dict.fromkeys(unfit, "")
     return measuring.best("attention", Case(wrong), RIVALS)  # type: ignore[arg-type]
 
@@ -138,6 +138,10 @@ def best(times: list[float], wrong: Any = None, unfit: tuple[Any, ...] = ()) -> 
 def test_the_fastest_wins_where_it_wins_clearly() -> None:
     assert best([10.0, 9.0, 8.0, 9.5]) == RIVALS[2]
     assert best([10.0, 9.9, 9.85, 9.95]) == BUILT_IN
+
+
+def test_when_the_time_is_up_nothing_is_chosen() -> None:
+    assert best([10.0, 5.0, 5.0, 5.0], seconds=0) is None
 
 
 def test_what_is_wrong_or_does_not_fit_is_never_chosen() -> None:
