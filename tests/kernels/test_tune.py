@@ -19,7 +19,8 @@ import torch
 
 from glm5deploy.errors import DeployError
 from glm5deploy.kernels import table_file, tune_cases, tuning
-from glm5deploy.kernels.tune import Measuring, Request
+from glm5deploy.kernels.tune import Request
+from glm5deploy.kernels.tune_run import Measuring
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
