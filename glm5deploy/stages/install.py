@@ -45,24 +45,34 @@ class InstallStage:
 
     def run(self, context: Context) -> Json:
         config = context.config.install
+        native = config.attention == "native"
         shape = _shape(context)
         table = measure(context, shape) if shape else None
-        context.events.note("checking the sparse backend against its reference")
-        report = probe_engine("--numerics", env={TABLE_VARIABLE: str(table["path"])} if table else None)
+        if not native:
+            context.events.note("checking the sparse backend against its reference")
+        env = {TABLE_VARIABLE: str(table["path"])} if table else None
+        report = probe_engine(*(() if native else ("--numerics",)), env=env)
         checks = report.get("checks")
         backend = str(checks.get("backend", "")) if isinstance(checks, Mapping) else ""
-        native = config.attention == "native"
-        chosen = "vLLM's own choice" if native else backend
         return {
             "attention": config.attention,
-            "backend": chosen,
+            "backend": "vLLM's own choice" if native else backend,
             "device": report.get("device"),
             "versions": report.get("versions"),
             "checks": checks,
             **({"kernel_table": table} if table else {}),
-            "summary": f"{chosen} on {_device_name(report.get('device'))}: loader, backend and numerics checked"
-            + (f", launch parameters measured ({table['path']})" if table else ""),
+            "summary": _summary(backend, report.get("device"), table, native=native),
         }
+
+
+def _summary(backend: str, device: object, table: Json | None, *, native: bool) -> str:
+    """What was proved, and of which code."""
+    where = _device_name(device)
+    if native:
+        return f"loader checked on {where}; vLLM chooses its own attention backend there, and serve says which one runs"
+    kernels = ", its Triton kernels" if isinstance(device, Mapping) and device.get("type") == "cuda" else ""
+    measured = f", launch parameters measured ({table['path']})" if table else ""
+    return f"{backend} on {where}{kernels}: loader, backend and numerics checked{measured}"
 
 
 def _shape(context: Context) -> Shape | None:

@@ -102,6 +102,13 @@ def test_tune_of_what_does_not_run_is_a_usage_error(context: Context) -> None:
             call(asked)
 
 
+def test_native_attention_is_not_said_to_be_checked(context: Context) -> None:
+    outputs = InstallStage().run(configured(context, install__attention="native"))
+    assert outputs["backend"] == "vLLM's own choice"
+    assert "numerics" not in outputs["checks"]  # type: ignore[operator]
+    assert "serve says which one runs" in str(outputs["summary"])
+
+
 def test_asking_for_measured_parameters_makes_install_stale(context: Context) -> None:
     outputs = context.outputs["install"]
     assert InstallStage().stale_outputs(context, outputs) == []
