@@ -18,6 +18,7 @@ from glm5deploy.glm_dsa.tensor_parallel import require_legal_tensor_parallel
 from glm5deploy.quants.formats import Scales
 from glm5deploy.quants.planes import Planes
 from glm5deploy.vllm_plugin import DRAFT_ARCHITECTURE, product_warmup
+from glm5deploy.vllm_plugin.device_memory import blocks_reused
 from glm5deploy.vllm_plugin.loader import draft_placements, main_placements
 from glm5deploy.vllm_plugin.model_files import ModelFiles
 from glm5deploy.vllm_plugin.quantised_config import METHODS, QuantisedGgufConfig
@@ -86,8 +87,12 @@ def fill(model: nn.Module, rank: int = 0) -> tuple[set[str], set[str]]:
     if not slabs:
         return set(), set()
     progress = Progress(lambda line: logger.info("glm5_gguf: rank %d: %s", rank, line))
-    Reader(slabs[0].target.low.device, progress).fill(slabs)
-    broken = sorted({slab.source.tensor.name for slab in slabs if not scales_are_finite(slab.target)})
+    device = slabs[0].target.low.device
+    Reader(device, progress).fill(slabs)
+    with blocks_reused(device):
+        # One answer for all: each would make the host wait for the device.
+        sound = torch.stack([scales_are_finite(slab.target) for slab in slabs]).tolist()
+    broken = sorted({slab.source.tensor.name for slab, fine in zip(slabs, sound, strict=True) if not fine})
     if broken:
         raise DeployError(
             f"{len(broken)} tensors have scales that are NaN or infinite: {', '.join(broken)}",
@@ -97,13 +102,14 @@ def fill(model: nn.Module, rank: int = 0) -> tuple[set[str], set[str]]:
     return parameters, {slab.source.name for slab in slabs}
 
 
-def scales_are_finite(planes: Planes) -> bool:
-    """Whether all fp16 scales are numbers; planes of dense types are checked as such."""
+def scales_are_finite(planes: Planes) -> torch.Tensor:
+    """Whether all fp16 scales are numbers, bool [] on the planes' device; planes of dense types are checked as such."""
     if planes.halves is None:
-        return planes.format.scales is not Scales.DENSE or bool(torch.isfinite(planes.low).all())
+        dense = planes.format.scales is Scales.DENSE
+        return torch.isfinite(planes.low).all() if dense else torch.ones((), dtype=torch.bool, device=planes.low.device)
     # The second field of IQ4_XS is packed bits, not a number.
     halves = planes.halves[:, :, :1] if planes.format.scales is Scales.X4 else planes.halves
-    return bool(torch.isfinite(halves.view(torch.float16)).all())
+    return torch.isfinite(halves.view(torch.float16)).all()
 
 
 def left_over(model: nn.Module, placements: Sequence[Placement], done: set[str]) -> tuple[Placement, ...]:

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 
 from glm5deploy.quants.planes import repack
+from glm5deploy.vllm_plugin.device_memory import blocks_reused, give_back_spare
 from glm5deploy.vllm_plugin.rank_files import Files
 from glm5deploy.vllm_plugin.slabs import Piece, Slab, pieces
 
 PIECE_BYTES = 16 << 20  # of a piece: bounds the buffers and what rearranging takes on the device
 _BUFFERS = 8  # pieces under way at a time, each with a thread that reads
+_LOOK_EVERY = 32  # pieces after which the device's spare memory is looked at
 
 
 class Reader:
@@ -41,6 +43,12 @@ class Reader:
         slabs = sorted(slabs, key=lambda s: (s.source.tensor.shard, s.source.tensor.offset))
         self.files.open(slab.source.tensor.path for slab in slabs)
         total = sum(slab.nbytes for slab in slabs)
+        with blocks_reused(self.device):
+            self._fill(slabs, total)
+        give_back_spare(self.device)
+        return self.files.taken
+
+    def _fill(self, slabs: Sequence[Slab], total: int) -> None:
         for slab in slabs:
             _zero_padding(slab)
         queue = deque(piece for slab in slabs for piece in pieces(slab, self._most))
@@ -59,7 +67,8 @@ class Reader:
                 buffer.release()
                 free.append(buffer)
                 self._report(self.files.taken, total)
-        return self.files.taken
+                if len(queue) % _LOOK_EVERY == 0:
+                    give_back_spare(self.device)
 
     def _bring(self, piece: Piece, buffer: _Buffer) -> int:
         """Runs in a thread: the one that hands pieces to the device never waits for a buffer."""

@@ -25,6 +25,7 @@ from glm5deploy.quants.planes import Planes, empty_planes, repack
 from glm5deploy.quants.reference import dequantize_planes
 from glm5deploy.vllm_plugin import quantised_ops as ops
 from glm5deploy.vllm_plugin import weights
+from glm5deploy.vllm_plugin.device_memory import without_limit
 from glm5deploy.vllm_plugin.loader import main_placements
 from glm5deploy.vllm_plugin.model_files import ModelFiles
 from glm5deploy.vllm_plugin.quantised_linear import Glm5LinearMethod, share
@@ -187,6 +188,32 @@ def test_a_pipeline_stage_asks_for_nothing_of_other_stages(model_folder: Callabl
     rest = left_over(stage, here, {"model.layers.2.self_attn.o_proj.weight"})
     names = {p.hf_name for p in here} - {p.hf_name for p in rest}
     assert names == {"model.embed_tokens.weight", "model.layers.2.self_attn.o_proj.weight"}
+
+
+def test_only_the_limit_on_splitting_is_taken_out_of_the_allocators_settings() -> None:
+    """As vLLM's worker writes it: behind whatever the user has set, which may hold commas of its own."""
+    users = "expandable_segments:False,roundup_power2_divisions:[256:1,512:2,>:8]"
+    assert without_limit(f"{users},max_split_size_mb:20") == users
+    assert without_limit("max_split_size_mb:20") == ""
+    assert without_limit("") == ""
+
+
+@pytest.mark.gpu
+def test_the_device_needs_little_more_than_the_planes(tmp_path: Path) -> None:
+    """With vLLM's limit on splitting set: 100 pieces whose temporary tensors are just below 20 MiB."""
+    tensor = random_tensor(tmp_path / "w", "Q6_K", 256, 6144, 13)
+    target = empty_planes("Q6_K", 6144, 256, 13, "cuda")
+    slab = Slab(Source(tensor, "w", 6144, 13), target, range(13), range(6144), range(256))
+    before = torch._C._accelerator_getAllocatorSettings()
+    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:20")
+    try:
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_reserved()
+        Reader(torch.device("cuda")).fill([slab] * 100)
+        assert torch.cuda.max_memory_reserved() - held < 1.5 * 2**30
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+    assert torch.equal(dequantize_planes(target).cpu(), numbers(tensor))
 
 
 def test_progress_speaks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
