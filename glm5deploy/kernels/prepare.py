@@ -50,7 +50,7 @@ def prepare(
     order = [*chosen[start:], *chosen[:start]]
     with CompileCounter() as counter:
         if device.type == "cuda":
-            _side_by_side(order, device, max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // ranks)), told)
+            _side_by_side(order, device, max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // ranks)), told)
         # Two threads that meet a kernel for the first time at once may lose a variant; here it is loaded again.
         for launch in launches:
             launch.call()
