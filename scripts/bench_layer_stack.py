@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from layer_stack import engine as engines
+from layer_stack import report
 from layer_stack.course import Course
 from layer_stack.generate import write_stack
 from layer_stack.measure import Wanted
@@ -33,6 +35,8 @@ from layer_stack.session import Session
 from layer_stack.stack import LAYERS, Stack
 
 from glm5deploy.config import Config
+from glm5deploy.gguf_files.shards import ShardSet
+from glm5deploy.glm_dsa.model_folder import build_model_folder, write_model_folder
 from glm5deploy.pipeline.events import Event, Events
 from glm5deploy.pipeline.runner import Pipeline
 from glm5deploy.server.settings import ServeSettings
@@ -50,19 +54,47 @@ def patch(gguf: Path, workdir: Path, note: Callable[[str], None]) -> Path:
     return Path(str(result.outputs["folder"]))
 
 
-def make(course: Course, folder: Path, stack: Stack) -> Path:
-    """Write the file, and patch it at the same time, once its headers are there; the model folder."""
+def quick_folder(files: tuple[Path, ...], folder: Path) -> Path:
+    """The folder that the patch stage writes, without its question to vLLM."""
+    shards = ShardSet.open(files[0])
+    made = build_model_folder(shards.metadata, shards.tensors, [(file, file.stat().st_size) for file in files])
+    write_model_folder(folder, made.files)
+    return folder
+
+
+def make(
+    course: Course, folder: Path, stack: Stack, quick: bool, launch: Callable[[Path], engines.Engine]
+) -> engines.Engine:
+    """Write the file, make its model folder as soon as the headers are there, and start the engine over it.
+
+    ``quick``: the engine starts at once, since it takes long before it loads; RuntimeError if it beat the file.
+    """
     begun = time.monotonic()
     with ThreadPoolExecutor(1) as beside:
-        jobs: list[Future[Path]] = []
+        folders: list[Future[Path]] = []
+        started: list[Future[engines.Engine]] = []
 
         def headers_done(files: tuple[Path, ...]) -> None:
-            jobs.append(beside.submit(patch, files[0], folder / "work", course.say))
+            if quick:
+                started.append(beside.submit(lambda: launch(quick_folder(files, folder / "work" / "model"))))
+            else:
+                folders.append(beside.submit(patch, files[0], folder / "work", course.say))
 
-        files = write_stack(folder, stack, course.say, headers_done)
+        try:
+            files = write_stack(folder, stack, course.say, headers_done)
+        except BaseException:
+            for engine in started:
+                engine.result().stop()
+            raise
         size, seconds = sum(file.stat().st_size for file in files), time.monotonic() - begun
         course.say(f"{len(files)} shards of {size / 1e9:.2f} GB in {folder} after {seconds:.1f} s")
-        return jobs[0].result()
+        if not quick:
+            return launch(folders[0].result())
+        engine = started[0].result()
+    if engine.has_begun_to_load():
+        engine.stop()
+        raise RuntimeError("the engine read the file before it was written; start again without --quick")
+    return engine
 
 
 def settings_for(model: Path, stack: Stack, device: str, traces: Path | None, extra: list[str]) -> ServeSettings:
@@ -101,6 +133,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where the file goes (default: memory if it fits, else /tmp)")
     parser.add_argument("--model", type=Path, help="a model folder that an earlier run with --keep has left")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; what would not end in time is left out")
+    parser.add_argument("--quick", action="store_true", help="start the engine while the file is written; no patch")
     parser.add_argument("--keep", action="store_true", help="leave the engine running, and the file")
     parser.add_argument("--no-profile", action="store_true", help="an engine without vLLM's profiler")
     parser.add_argument(
@@ -110,6 +143,7 @@ def main() -> int:
     parser.add_argument("--vllm", action="append", default=[], metavar="FLAG", help="handed to vLLM, as --vllm=--flag")
     options = parser.parse_args()
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the engine is stopped then as well
     course = Course(options.out, options.budget)
     stack = Stack(options.layers, options.scale, options.version)
     wanted = Wanted() if stack.scale == "real" else Wanted(512, 16, (1, 4), (256, 1024), (1, 2))
@@ -117,18 +151,19 @@ def main() -> int:
     engine: engines.Engine | None = None
     kept = False
     try:
-        if options.model:
-            model = options.model
-        else:
+        if not options.model:
             folder, stack = choose_folder(course, stack, options.folder)
-            model = make(course, folder, stack)
         course.keep("layers", stack.layers)
         traces = None if options.no_profile else Path(tempfile.mkdtemp(prefix="traces-")) / "traces"
         flags = [*options.vllm, *(["--enable-return-routed-experts"] if options.experts else [])]
-        settings = settings_for(model, stack, options.device, traces, flags)
         environment = dict(item.split("=", 1) for item in options.env)
-        engine = engines.start(settings, course.out, environment)
-        course.say(f"engine started, process {engine.process.pid}, port {settings.port}")
+
+        def launch(model: Path) -> engines.Engine:
+            started = engines.start(settings_for(model, stack, options.device, traces, flags), course.out, environment)
+            course.say(f"engine started, process {started.process.pid}, port {started.settings.port}")
+            return started
+
+        engine = make(course, folder, stack, options.quick, launch) if folder else launch(options.model)
         engine.wait(min(course.left(), 900))
         course.say(f"ready {engine.ready_seconds:.1f} s after its start")
         course.table(engine.milestones())
@@ -136,12 +171,19 @@ def main() -> int:
         Session(course, engine, stack, wanted, traces).run(options.experts)
         kept = options.keep
         if kept:
-            where = {"pid": engine.process.pid, "port": settings.port, "model": settings.name, "folder": str(model)}
+            settings = engine.settings
+            where = {
+                "pid": engine.process.pid,
+                "port": settings.port,
+                "model": settings.name,
+                "folder": str(settings.model_folder),
+            }
             (course.out / "engine.json").write_text(json.dumps(where))
-            course.say(
-                f"left running: PORT={settings.port} MODEL={settings.name} PID={engine.process.pid} FOLDER={model}"
-            )
+            course.say("left running: " + " ".join(f"{name.upper()}={value}" for name, value in where.items()))
     except Exception as error:
+        if engine is not None:
+            course.table(report.loading(engine, stack))
+            course.table(engine.milestones())
         course.say(f"FAILED: {type(error).__name__}: {str(error)[-6000:]}")
         return 1
     finally:

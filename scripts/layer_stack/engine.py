@@ -34,13 +34,15 @@ _MILESTONES = re.compile(
 class Loading:
     """Memory of the process that loads, bytes: ``base`` when vLLM began to load, ``most`` until it was done.
 
-    ``read`` are bytes that its read calls brought during loading (mapped pages are not among them), ``seconds`` from
-    vLLM's first to its last word on loading, ``lines`` what our loader said.
+    ``read`` are bytes that its read calls brought during loading (mapped pages are not among them), ``device`` the
+    most that was in use on the GPU meanwhile, by whomever, ``seconds`` from vLLM's first to its last word on loading,
+    ``lines`` what our loader said.
     """
 
     base: int = 0
     most: int = 0
     read: int = 0
+    device: int = 0
     seconds: float = 0.0
     lines: list[str] = field(default_factory=list)
 
@@ -57,10 +59,14 @@ class Engine:
         self.url = settings.base_url
         self.name = settings.name
         self.loading = Loading()
+        self.begun = time.monotonic()
         self.ready_seconds = 0.0
 
     def tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def has_begun_to_load(self) -> bool:
+        return _BEGIN.search(self.log.read_text(errors="replace")) is not None
 
     def milestones(self) -> list[str]:
         """What vLLM said of its start, and of kernels that were compiled too late."""
@@ -75,7 +81,7 @@ class Engine:
                     raise RuntimeError(f"vLLM stopped with {self.process.returncode}\n{self.tail()}")
                 try:
                     if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200:
-                        self.ready_seconds = time.monotonic() - begun
+                        self.ready_seconds = time.monotonic() - self.begun
                         return
                 except httpx.TransportError:
                     pass
@@ -139,11 +145,23 @@ class _Watch:
             loading.lines = _OURS.findall(text)
 
     def _sample(self, loading: Loading) -> None:
+        loading.device = max(loading.device, device_bytes())
         for pid, (rss, read) in _memory(self._engine.process.pid).items():
             base, before = self._begun.get(pid, (rss, read))
             loading.read = max(loading.read, read - before)
             if rss - base > loading.above:
                 loading.base, loading.most = base, rss
+
+
+def device_bytes() -> int:
+    """Bytes in use on the first visible GPU; 0 where there is none."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", first]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return int(found) << 20 if found.isdigit() else 0
 
 
 def _memory(root: int) -> dict[int, tuple[int, int]]:

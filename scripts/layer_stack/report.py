@@ -9,7 +9,7 @@ from glm5deploy.server.bench import Point
 from .engine import Engine
 from .generate import file_bytes, tensors_of
 from .groups import group_of
-from .measure import step_ms
+from .measure import Steps
 from .stack import LAYERS, Stack
 from .trace import Breakdown, Share, Step
 
@@ -45,24 +45,21 @@ def loading(engine: Engine, stack: Stack) -> Iterator[str]:
     yield f"bytes by read calls while loading {read.read / 1e9:.2f} GB ({read.read / total:.3f} of the file)"
     verdict = "met" if read.above <= RSS_LIMIT else "MISSED"
     yield f"host memory above base {read.above / 2**30:.2f} GiB (base {read.base / 2**30:.2f}); limit 2 GiB {verdict}"
+    if read.device:
+        yield f"GPU memory in use at most {read.device / 1e9:.1f} GB while loading"
     yield from read.lines
 
 
-def steps(points: list[Point], stack: Stack) -> Iterator[str]:
-    floor = step_bytes(stack) / COPY_RATE * 1e3
-    yield f"floor of a step at batch 1: {step_bytes(stack) / 1e9:.2f} GB of weights, {floor:.2f} ms at 4.3 TB/s"
-    for point in points:
-        ms = step_ms(point)
-        if ms is None or point.wave is None:
-            yield f"batch {point.concurrency:3}: not measured {point.note}"
-            continue
-        judged = point.concurrency == 1 and stack.layers == LAYERS and stack.scale == "real"
-        goal = f", goal {GOAL_MS:g} ms {'met' if ms <= GOAL_MS else 'MISSED'}" if judged else ""
-        rate, each = point.concurrency / ms * 1e3, (point.wave.tpot_median or 0) * 1e3
-        yield (
-            f"batch {point.concurrency:2}, context {point.prompt}: {ms:.2f} ms a step{goal}, {rate:.1f} tokens/s, "
-            f"median time per token {each:.2f} ms {point.note}"
-        )
+def steps(found: Steps, stack: Stack) -> Iterator[str]:
+    goal = ""
+    if found.batch == 1 and stack.layers == LAYERS and stack.scale == "real":
+        floor = step_bytes(stack) / COPY_RATE * 1e3
+        yield f"floor of a step at batch 1: {step_bytes(stack) / 1e9:.2f} GB of weights, {floor:.2f} ms at 4.3 TB/s"
+        goal = f", goal {GOAL_MS:g} ms {'met' if found.mean <= GOAL_MS else 'MISSED'}"
+    yield (
+        f"batch {found.batch:2}, context {found.context}: {found.mean:.2f} ms a step{goal}, median {found.median:.2f}, "
+        f"{found.batch / found.mean * 1e3:.1f} tokens/s"
+    )
 
 
 def prefill(points: list[Point]) -> Iterator[str]:

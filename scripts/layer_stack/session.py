@@ -27,35 +27,49 @@ class Session:
 
     def run(self, experts: bool) -> None:
         """Every measurement, the most wanted first; the tables last."""
-        course, wanted = self.course, self.wanted
+        wanted = self.wanted
+        first, last, longest = wanted.decode[0], wanted.decode[-1], wanted.prefill[-1]
+        self.course.table(report.loading(self.engine, self.stack))
         summary: list[str] = []
-        course.attempt("decode steps", 30, lambda: summary.extend(self.steps()))
-        course.attempt("profile of decode 1", 25, lambda: summary.extend(self.decode_profile(wanted.decode[0])))
-        course.attempt("prefill", 25, lambda: summary.extend(self.rates()))
-        course.attempt("sanity", 5, lambda: summary.append(self.sanity()))
-        course.attempt("profile of decode 32", 30, lambda: summary.extend(self.decode_profile(wanted.decode[-1])))
-        course.attempt("profile of prefill", 20, lambda: summary.extend(self.prefill_profile(wanted.prefill[-1])))
-        if experts:
-            course.attempt("experts", 10, lambda: summary.extend(self.experts()))
-        course.table(report.loading(self.engine, self.stack))
-        course.table(summary)
 
-    def steps(self) -> list[str]:
-        points = measure.decode_steps(self.engine.url, self.engine.name, self.wanted, self.course.say)
-        self.course.keep("decode", [asdict(point) for point in points])
-        return list(report.steps(points, self.stack))
+        def attempt(name: str, least: float, work: Callable[[], list[str]]) -> None:
+            def keep() -> None:
+                lines = work()
+                self.course.table(lines)
+                summary.extend(lines)
+
+            self.course.attempt(name, least, keep)
+
+        attempt(f"decode {first}", 8, lambda: self.steps(first))
+        attempt(f"profile of decode {first}", 12, lambda: self.decode_profile(first))
+        for batch in wanted.decode[1:]:
+            attempt(f"decode {batch}", 6 + batch / 2, lambda batch=batch: self.steps(batch))
+        attempt("sanity", 4, self.sanity)
+        attempt("prefill", 15, self.rates)
+        attempt(f"profile of prefill {longest}", 12, lambda: self.prefill_profile(longest))
+        attempt(f"profile of decode {last}", 25, lambda: self.decode_profile(last))
+        if experts:
+            attempt("experts", 10, self.experts)
+        self.course.say("all again:")
+        self.course.table(report.loading(self.engine, self.stack))
+        self.course.table(summary)
+
+    def steps(self, batch: int) -> list[str]:
+        found = measure.decode_steps(self.engine.url, self.engine.name, self.wanted, batch, self.course.say)
+        self.course.keep(f"steps of {batch}", asdict(found))
+        return list(report.steps(found, self.stack))
 
     def rates(self) -> list[str]:
         points = measure.prefill_rates(self.engine.url, self.engine.name, self.wanted, self.course.say)
         self.course.keep("prefill", [asdict(point) for point in points])
         return list(report.prefill(points))
 
-    def sanity(self) -> str:
+    def sanity(self) -> list[str]:
         """Of answers to three prompts, the longest of them longer than the indexer's selection."""
         lengths = (50, self.stack.hparams.index_topk // 2, self.stack.hparams.index_topk + 200)
         rng = random.Random(1)
         prompts = [[rng.randrange(self.vocabulary - 100) for _ in range(length)] for length in lengths]
-        return judge([ask(self.engine.url, self.engine.name, prompt) for prompt in prompts])
+        return [judge([ask(self.engine.url, self.engine.name, prompt) for prompt in prompts])]
 
     def experts(self) -> list[str]:
         found = spread(self.engine.url, self.engine.name, self.vocabulary, self.wanted.decode[-1], self.stack.hparams)

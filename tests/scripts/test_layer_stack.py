@@ -16,12 +16,14 @@ import torch
 from glm5deploy.demo.tiny_tokenizer import train
 from glm5deploy.gguf_files.shards import ShardSet
 from glm5deploy.glm_dsa.tokenizer import byte_alphabet
+from glm5deploy.server.bench_figures import Trace
 from glm5deploy.vllm_plugin import weights
 from glm5deploy.vllm_plugin.loader import main_placements
 from glm5deploy.vllm_plugin.model_files import ModelFiles
 from scripts.layer_stack import groups, place, report, trace
 from scripts.layer_stack.course import Course
 from scripts.layer_stack.generate import file_bytes, tensors_of, write_stack
+from scripts.layer_stack.measure import steps_of
 from scripts.layer_stack.sanity import judge
 from scripts.layer_stack.stack import Stack
 from scripts.layer_stack.vocabulary import vocabulary
@@ -164,6 +166,17 @@ def test_a_course_goes_on_after_a_failure_and_leaves_out_what_would_be_late(
     assert "first FAILED: RuntimeError: the server broke off" in said
     assert "third: left out" in said
     assert said == (tmp_path / "report.txt").read_text()
+
+
+def test_steps_are_those_in_which_all_requests_decode() -> None:
+    """Two requests: the second begins a second later; then 10 ms a step, once 30, and two tokens in one piece."""
+    early = Trace(0.0, ((0.1, 1), (0.4, 2), (1.0, 3), (1.01, 4), (1.02, 5), (1.05, 6), (1.07, 8)), 100)
+    late = Trace(0.0, ((1.0, 1), (1.01, 2), (1.02, 3), (1.05, 4), (1.06, 5), (1.07, 6), (1.20, 7)), 100)
+    found = steps_of(2, 100, [early, late])
+    assert found.mean == pytest.approx(14.0)
+    assert found.median == pytest.approx(10.0)
+    with pytest.raises(ValueError, match="never decoded at the same time"):
+        steps_of(2, 100, [Trace(0.0, ((0.1, 1), (0.2, 2)), 5), Trace(0.0, ((0.3, 1), (0.4, 2)), 5)])
 
 
 def answer(tokens: list[int], logprobs: list[float | None]) -> dict[str, Any]:
