@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from glm5deploy import __version__
-from glm5deploy.errors import UsageError
+from glm5deploy.errors import DeployError, UsageError
 from glm5deploy.hardware.nvml import read_driver
 from glm5deploy.pipeline.stage import Context, Json
 from glm5deploy.server.variables import TABLE_VARIABLE
@@ -35,7 +35,10 @@ class InstallStage:
         }
 
     def stale_outputs(self, context: Context, outputs: Json) -> list[str]:
-        return stale_table(context.config, outputs)
+        try:
+            return stale_table(outputs, _shape(context))
+        except DeployError as error:
+            return [error.message]  # a run says it again, with a hint
 
     def plan(self, context: Context) -> Json:
         shape = _shape(context)

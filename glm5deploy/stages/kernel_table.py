@@ -139,11 +139,13 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def stale_table(config: Config, outputs: Mapping[str, object]) -> list[str]:
-    """Why install has to run again for its table's sake."""
+def stale_table(outputs: Mapping[str, object], wanted: Shape | None) -> list[str]:
+    """Why install has to run again for its table's sake; ``wanted`` is what to measure for, where that is asked for."""
     table = outputs.get("kernel_table")
     if not isinstance(table, Mapping):
-        return ["launch parameters have not been measured"] if config.install.tune else []
+        return ["launch parameters have not been measured"] if wanted else []
+    if wanted and table.get("request") != wanted.as_json():
+        return [f"launch parameters have not been measured for {wanted}"]
     reason = changed_file(table)
     return [reason] if reason else []
 

@@ -51,12 +51,15 @@ def test_what_was_measured_is_recorded_and_noticed_when_it_changes(context: Cont
     assert recorded["request"] == shape.as_json() == json.loads(path.read_text())["request"]
     assert recorded["made_for"] == json.loads(path.read_text())["made_for"]
     install = {"kernel_table": recorded}
-    assert kernel_table.stale_table(asked.config, install) == []
-    assert kernel_table.stale_table(context.config, install) == []
+    assert InstallStage().stale_outputs(asked, install) == []
+    assert InstallStage().stale_outputs(context, install) == []
+    other = configured(context, install__tune=True, serve__tp=4)
+    (reason,) = InstallStage().stale_outputs(other, install)
+    assert reason == "launch parameters have not been measured for 1 heads, top 64, a 16-bit cache"
     found, (check,) = kernel_table.usable_table(install, heads=2, packed=False)
     assert (found, check.level) == (path, "ok")
     path.write_text(path.read_text() + " ")
-    assert "has" in kernel_table.stale_table(context.config, install)[0]
+    assert f"{path} has " in InstallStage().stale_outputs(context, install)[0]
     found, (check,) = kernel_table.usable_table(install, heads=2, packed=False)
     assert (found, check.level) == (None, "warn")
     assert "was changed since it was measured" in check.found
@@ -100,6 +103,8 @@ def test_tune_of_what_does_not_run_is_a_usage_error(context: Context) -> None:
     for call in (InstallStage().run, InstallStage().plan):
         with pytest.raises(UsageError, match="--attention native does not run them"):
             call(asked)
+    (reason,) = InstallStage().stale_outputs(asked, context.outputs["install"])
+    assert "--attention native does not run them" in reason
 
 
 def test_native_attention_is_not_said_to_be_checked(context: Context) -> None:
