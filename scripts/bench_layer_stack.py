@@ -136,9 +136,6 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="start the engine while the file is written; no patch")
     parser.add_argument("--keep", action="store_true", help="leave the engine running, and the file")
     parser.add_argument("--no-profile", action="store_true", help="an engine without vLLM's profiler")
-    parser.add_argument(
-        "--experts", action="store_true", help="also ask which experts tokens went to (a slower engine)"
-    )
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the engine")
     parser.add_argument("--vllm", action="append", default=[], metavar="FLAG", help="handed to vLLM, as --vllm=--flag")
     options = parser.parse_args()
@@ -155,11 +152,12 @@ def main() -> int:
             folder, stack = choose_folder(course, stack, options.folder)
         course.keep("layers", stack.layers)
         traces = None if options.no_profile else Path(tempfile.mkdtemp(prefix="traces-")) / "traces"
-        flags = [*options.vllm, *(["--enable-return-routed-experts"] if options.experts else [])]
         environment = dict(item.split("=", 1) for item in options.env)
 
         def launch(model: Path) -> engines.Engine:
-            started = engines.start(settings_for(model, stack, options.device, traces, flags), course.out, environment)
+            started = engines.start(
+                settings_for(model, stack, options.device, traces, options.vllm), course.out, environment
+            )
             course.say(f"engine started, process {started.process.pid}, port {started.settings.port}")
             return started
 
@@ -168,7 +166,7 @@ def main() -> int:
         course.say(f"ready {engine.ready_seconds:.1f} s after its start")
         course.table(engine.milestones())
         course.keep("loading", {**asdict(engine.loading), "ready_seconds": engine.ready_seconds})
-        Session(course, engine, stack, wanted, traces).run(options.experts)
+        Session(course, engine, stack, wanted, traces).run()
         kept = options.keep
         if kept:
             settings = engine.settings

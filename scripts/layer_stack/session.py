@@ -10,7 +10,6 @@ from pathlib import Path
 from . import measure, report, trace
 from .course import Course
 from .engine import Engine
-from .experts import spread
 from .sanity import ask, judge
 from .stack import Stack
 
@@ -25,7 +24,7 @@ class Session:
     wanted: measure.Wanted
     traces: Path | None
 
-    def run(self, experts: bool) -> None:
+    def run(self) -> None:
         """Every measurement, the most wanted first; the tables last."""
         wanted = self.wanted
         first, last, longest = wanted.decode[0], wanted.decode[-1], wanted.prefill[-1]
@@ -48,8 +47,6 @@ class Session:
         attempt("prefill", 15, self.rates)
         attempt(f"profile of prefill {longest}", 12, lambda: self.prefill_profile(longest))
         attempt(f"profile of decode {last}", 25, lambda: self.decode_profile(last))
-        if experts:
-            attempt("experts", 10, self.experts)
         self.course.say("all again:")
         self.course.table(report.loading(self.engine, self.stack))
         self.course.table(summary)
@@ -70,11 +67,6 @@ class Session:
         rng = random.Random(1)
         prompts = [[rng.randrange(self.vocabulary - 100) for _ in range(length)] for length in lengths]
         return [judge([ask(self.engine.url, self.engine.name, prompt) for prompt in prompts])]
-
-    def experts(self) -> list[str]:
-        found = spread(self.engine.url, self.engine.name, self.vocabulary, self.wanted.decode[-1], self.stack.hparams)
-        self.course.keep("experts", asdict(found))
-        return list(found.lines())
 
     @property
     def vocabulary(self) -> int:
