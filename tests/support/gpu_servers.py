@@ -6,9 +6,12 @@ servers are spread over both.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +21,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import psutil
+import torch
 
 from tests.support.engine import Answer, Engine, engine
 from tests.support.goldens import PROMPTS, prompts
 from tests.vllm_plugin.conftest import Recording, Run, record_prompts
 
+LIMIT_SECONDS = float(os.environ.get("GPU_SERVERS_SECONDS", "600"))
 START_SECONDS = 480.0  # several servers at once may have to compile every kernel
 CORES_A_RANK = 4  # a start is bound by imports and kernel compilation
 # The cache's size is given: profiling it would count what the servers beside this one allocate meanwhile.
 FLAGS = ("--kv-cache-memory-bytes", str(2 << 30), "--max-num-seqs", "16", "--disable-flashinfer-autotune")
-FLAGS += ("--gpu-memory-utilization", "0.2", "--jit-monitor-verbose")
+FLAGS += ("--gpu-memory-utilization", "0.02", "--jit-monitor-verbose")
+# vLLM compiles 64 variants of its router product before serving, for half a minute: here each when it is first used.
+QUICK = ("--kernel-config", json.dumps({"enable_jit_warmup": False}))
 PACKED = ("--kv-cache-dtype", "fp8_ds_mla")
 # Ranks talk through NCCL alone: vLLM's other ways may create NVLink multicast objects, which a shared host may forbid.
 TWO_RANKS = ("--disable-custom-all-reduce", "--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}')
@@ -87,9 +95,8 @@ class GpuRun:
         return int(dict(self.run.change).get("index_topk", 64))
 
     @property
-    def precision(self) -> str:
-        """Which row of the tolerances holds."""
-        return "packed" if PACKED[1] in self.flags else self.run.dtype
+    def packed(self) -> bool:
+        return PACKED[1] in self.flags
 
 
 def bf16(key: str, tp: int = 1, **change: int) -> Run:
@@ -139,18 +146,18 @@ def answer_at_once(served: Engine, wanted: Sequence[list[int]], tokens: int) -> 
 class Places:
     """The machine's cores and GPUs, handed out to one server after the other."""
 
-    def __init__(self, gpus: int) -> None:
+    def __init__(self, gpus: Sequence[str]) -> None:
         self._free = max(2, len(os.sched_getaffinity(0)) // CORES_A_RANK)
-        self._used = [0] * gpus
+        self._used = dict.fromkeys(gpus, 0)
         self._changed = threading.Condition()
 
     @contextmanager
-    def take(self, ranks: int) -> Iterator[list[int]]:
+    def take(self, ranks: int) -> Iterator[list[str]]:
         """Wait for room for ``ranks`` ranks; the GPUs they are to run on."""
         with self._changed:
             self._changed.wait_for(lambda: self._free >= ranks)
             self._free -= ranks
-            gpus = sorted(sorted(range(len(self._used)), key=self._used.__getitem__)[:ranks])
+            gpus = sorted(sorted(self._used, key=self._used.__getitem__)[:ranks])
             for gpu in gpus:
                 self._used[gpu] += 1
         try:
@@ -163,14 +170,34 @@ class Places:
                 self._changed.notify_all()
 
 
-def serve_all(runs: Sequence[GpuRun], folders: dict[str, tuple[Path, Path]], gpus: int) -> dict[str, Result]:
-    """Every run's result; ``folders`` are each run's model folder and an empty one for its server."""
+def visible_gpus() -> list[str]:
+    """GPUs that servers may use, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def serve_all(runs: Sequence[GpuRun], folders: dict[str, tuple[Path, Path]], gpus: Sequence[str]) -> dict[str, Result]:
+    """Every run's result; ``folders`` are each run's model folder and an empty one for its server.
+
+    Servers that have not answered after LIMIT_SECONDS are killed, so that what the others answered is judged.
+    """
     places = Places(gpus)
+    limit = threading.Timer(LIMIT_SECONDS, _kill_servers)
+    limit.start()
     with ThreadPoolExecutor(2 * len(runs) + 1) as pool:
         for prepare in {run.prepare for run in runs if run.prepare is not None}:
             pool.submit(prepare)  # a failure shows when a test asks for what was to be prepared
-        found = pool.map(lambda run: (run.name, _serve(run, *folders[run.name], places)), runs)
-        return dict(found)
+        found = dict(pool.map(lambda run: (run.name, _serve(run, *folders[run.name], places)), runs))
+    limit.cancel()
+    return found
+
+
+def _kill_servers() -> None:
+    """Each server leads its own process group; this process starts no other children meanwhile."""
+    for child in psutil.Process().children():
+        print(f"stopped after {LIMIT_SECONDS:.0f} s: process {child.pid}", flush=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 def _serve(run: GpuRun, folder: Path, work: Path, places: Places) -> Result:
@@ -178,11 +205,11 @@ def _serve(run: GpuRun, folder: Path, work: Path, places: Places) -> Result:
     variables = {"TRITON_CACHE_DIR": str(work / "triton")} if run.empty_cache else {}
     if not run.traced:
         variables["GLM5DEPLOY_TRACE_DIR"] = ""
-    flags = (*FLAGS, *run.flags)
+    flags = (*FLAGS, *run.flags, *(() if run.empty_cache else QUICK))
     if run.run.tp > 1:
         flags, variables = (*flags, *TWO_RANKS), variables | NO_MULTICAST
     with places.take(run.run.tp) as gpus:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         begun = time.monotonic()
         try:
             with engine(
@@ -202,4 +229,12 @@ def _serve(run: GpuRun, folder: Path, work: Path, places: Places) -> Result:
         except (AssertionError, LookupError, OSError, ValueError, httpx.HTTPError) as error:
             result.failure = f"{type(error).__name__}: {error}"[-3000:]
     result.log = (work / "serve.log").read_text(errors="replace")
+    times = f"up after {result.seconds:.0f} s, done after {time.monotonic() - begun:.0f} s"
+    print(f"{run.name}: {times} {_cause(result)}", flush=True)
     return result
+
+
+def _cause(result: Result) -> str:
+    """The first error in a failed server's log, which its last lines seldom hold."""
+    errors = (line for line in result.log.splitlines() if re.search(r"\w(Error|Exception|error): ", line))
+    return f"FAILED: {next(errors, result.failure[-300:])}".replace("\n", " | ") if result.failure else ""

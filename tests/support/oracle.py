@@ -57,11 +57,12 @@ class Oracle:
     """The model of one GGUF file or folder of shards, on ``device``, selecting ``topk`` positions.
 
     ``schedule`` has a letter a layer: F selects, S reuses the selection of the F before it. Index queries and keys are
-    rounded to e4m3 as GPU engines do.
+    rounded to e4m3 as GPU engines do; with ``packed`` so are latents, 128 values at a time (and their RoPE part to
+    bf16), as the fp8_ds_mla cache holds them.
     """
 
-    def __init__(self, gguf: Path, schedule: str, *, topk: int, device: str = "cpu") -> None:
-        self.device, self.schedule, self.topk = device, schedule, topk
+    def __init__(self, gguf: Path, schedule: str, *, topk: int, packed: bool = False, device: str = "cpu") -> None:
+        self.device, self.schedule, self.topk, self.packed = device, schedule, topk, packed
         self.weights, facts = _read(gguf, device)
         self.heads, self.experts = facts["attention.head_count"], facts["expert_used_count"]
         self.expert_scale = facts["expert_weights_scale"]
@@ -119,7 +120,10 @@ class Oracle:
         h = self._norm(x, f"blk.{i}.attn_norm")
         latent, rope = linear(h, w("attn_kv_a_mqa")).split([512, 64], dim=-1)
         latent = self._norm(latent, f"blk.{i}.attn_kv_a_norm")
-        kept.latent = torch.cat((kept.latent, torch.cat((latent, self._rotate(rope, positions)), dim=-1)))
+        rope = self._rotate(rope, positions)
+        if self.packed:
+            latent, rope = _e4m3(latent.unflatten(-1, (4, 128))).flatten(-2), rope.bfloat16().float()
+        kept.latent = torch.cat((kept.latent, torch.cat((latent, rope), dim=-1)))
         rank = self._norm(linear(h, w("attn_q_a")), f"blk.{i}.attn_q_a_norm")
         if chosen is None:
             chosen = self._select(kept, i, h, rank, positions)
@@ -221,10 +225,10 @@ def decoded_steps(length: int, answer: Answer) -> list[Mapping[int, float]]:
 
 
 @cache
-def oracle_of(key: str, topk: int) -> Oracle:
+def oracle_of(key: str, topk: int, packed: bool = False) -> Oracle:
     """The oracle of a reference set, on a GPU where there is one."""
-    chosen = SETS[key]
-    return Oracle(chosen.path, chosen.schedule, topk=topk, device="cuda" if torch.cuda.is_available() else "cpu")
+    chosen, device = SETS[key], "cuda" if torch.cuda.is_available() else "cpu"
+    return Oracle(chosen.path, chosen.schedule, topk=topk, packed=packed, device=device)
 
 
 def _e4m3(x: torch.Tensor) -> torch.Tensor:

@@ -96,14 +96,12 @@ def gpu_results(
     request: pytest.FixtureRequest, model_folder: Callable[[Run], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Result]:
     """What the servers of every GPU run answered that a selected test asks for: ``-k`` starts none in vain."""
-    import torch
-
-    from tests.support.gpu_servers import GpuRun, serve_all
+    from tests.support.gpu_servers import GpuRun, serve_all, visible_gpus
 
     specs = (getattr(item, "callspec", None) for item in request.session.items)
     asked = {spec.params["run"]: None for spec in specs if spec is not None and "run" in spec.params}
-    gpus = torch.cuda.device_count()
-    runs = [run for run in asked if isinstance(run, GpuRun) and run.run.tp <= gpus]
+    gpus = visible_gpus()
+    runs = [run for run in asked if isinstance(run, GpuRun) and run.run.tp <= len(gpus)]
     folders = {run.name: (model_folder(run.run), tmp_path_factory.mktemp("engine")) for run in runs}
     return serve_all(runs, folders, gpus)
 
