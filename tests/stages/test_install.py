@@ -16,7 +16,7 @@ from glm5deploy.kernels import tuning
 from glm5deploy.pipeline.stage import Context
 from glm5deploy.server import variables
 from glm5deploy.stages import kernel_table
-from glm5deploy.stages.install import InstallStage
+from glm5deploy.stages.install import InstallStage, _summary
 from glm5deploy.stages.serve_plan import make_plan
 from tests.stages.serving import serve_context
 
@@ -107,11 +107,20 @@ def test_tune_of_what_does_not_run_is_a_usage_error(context: Context) -> None:
     assert "--attention native does not run them" in reason
 
 
-def test_native_attention_is_not_said_to_be_checked(context: Context) -> None:
-    outputs = InstallStage().run(configured(context, install__attention="native"))
-    assert outputs["backend"] == "vLLM's own choice"
-    assert "numerics" not in outputs["checks"]  # type: ignore[operator]
-    assert "serve says which one runs" in str(outputs["summary"])
+@pytest.mark.parametrize(
+    ("kind", "native", "words"),
+    [
+        ("cpu", False, "GLM5_TRITON_SPARSE on X: loader, backend and numerics checked"),
+        ("cuda", False, "GLM5_TRITON_SPARSE on X, its Triton kernels: loader, backend and numerics checked"),
+        (
+            "cuda",
+            True,
+            "loader checked on X; vLLM chooses its own attention backend there, and serve says which one runs",
+        ),
+    ],
+)
+def test_the_summary_says_what_was_checked(kind: str, native: bool, words: str) -> None:
+    assert _summary("GLM5_TRITON_SPARSE", {"type": kind, "name": "X"}, None, native=native) == words
 
 
 def test_asking_for_measured_parameters_makes_install_stale(context: Context) -> None:
