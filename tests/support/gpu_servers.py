@@ -205,7 +205,7 @@ def _serve(run: GpuRun, folder: Path, work: Path, places: Places) -> Result:
     variables = {"TRITON_CACHE_DIR": str(work / "triton")} if run.empty_cache else {}
     if not run.traced:
         variables["GLM5DEPLOY_TRACE_DIR"] = ""
-    flags = (*FLAGS, *run.flags, *(() if run.empty_cache else QUICK))
+    flags = (*FLAGS, *QUICK, *run.flags)
     if run.run.tp > 1:
         flags, variables = (*flags, *TWO_RANKS), variables | NO_MULTICAST
     with places.take(run.run.tp) as gpus:
