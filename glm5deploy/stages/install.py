@@ -72,7 +72,7 @@ def _summary(backend: str, device: object, table: Json | None, *, native: bool) 
     """What was proved, and of which code."""
     where = _device_name(device)
     if native:
-        return f"loader checked on {where}; vLLM chooses its own attention backend there, and serve says which one runs"
+        return f"loader checked on {where}; vLLM chooses its own attention backend there, and serve says which one"
     kernels = ", its Triton kernels" if isinstance(device, Mapping) and device.get("type") == "cuda" else ""
     measured = f", launch parameters measured ({table['path']})" if table else ""
     return f"{backend} on {where}{kernels}: loader, backend and numerics checked{measured}"
