@@ -115,7 +115,7 @@ def test_tune_of_what_does_not_run_is_a_usage_error(context: Context) -> None:
         (
             "cuda",
             True,
-            "loader checked on X; vLLM chooses its own attention backend there, and serve says which one runs",
+            "loader checked on X; vLLM chooses its own attention backend there, and serve says which one",
         ),
     ],
 )
