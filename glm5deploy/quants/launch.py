@@ -1,21 +1,24 @@
 """Launch parameters, chosen without trying: tile sizes and splits from the shapes and the GPU's size.
 
-Measured on an H200 (docs/benchmarks/quants.md): several programs a multiprocessor, none under two super-blocks, and the
-smallest token tile that holds nearly every expert's pairs.
+The numbers come from sweeps on an H200 (docs/benchmarks/quants.md). One super-block of a tile is a *step*.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-SMALL_SHARED = frozenset({(8, 6), (8, 9), (12, 0), (12, 1)})  # 99 KiB of shared memory a program, not 163 or 227
-DENSE_TOKENS = 192  # from here on, weights are unpacked to bf16 once and multiplied by cuBLAS
+TOGETHER = frozenset({9, 10})  # major compute capabilities whose four warps multiply a tile together (wgmma, tcgen05)
+DENSE_TOKENS = 65  # from here on, weights are unpacked to bf16 once and multiplied by cuBLAS
 SEARCH_PAIRS = 128  # up to here, programs find their expert's pairs themselves
+PART_STEPS = 0.75  # what adding up the parts of one more program on every multiprocessor costs
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Tile BN × BM, parts of K, output tiles a program takes in turn, and Triton's warps and pipeline stages."""
+    """Tile BN × BM, parts of K, output tiles a program takes in turn, and Triton's warps and pipeline stages.
+
+    ``resident``: programs that a multiprocessor holds at a time, about.
+    """
 
     bn: int
     bm: int
@@ -23,6 +26,7 @@ class Launch:
     tiles: int = 1
     warps: int = 4
     stages: int = 3
+    resident: int = 4
 
     @property
     def variant(self) -> tuple[int, ...]:
@@ -30,42 +34,42 @@ class Launch:
         return self.bn, self.bm, self.warps, self.stages
 
 
-def _tile(rows: float, small_shared: bool) -> Launch:
-    """The tile for so many tokens. Up to 16, warps work alone (mma.sync); four multiply larger tiles together."""
-    if rows <= 8:
-        return Launch(32, 8, warps=2)
-    if rows <= 16:
-        return Launch(64, 16, warps=2)
-    return Launch(64, 32 if rows <= 32 else 64, stages=2 if small_shared else 3)
+FEW_WIDE = Launch(64, 8, warps=2)
+FEW_ALONE = Launch(32, 8, warps=1, resident=12)  # a warp to itself: best where programs are many
+FEW_SPREAD = Launch(32, 8, warps=2, resident=8)  # best where they are few
+SOME = Launch(64, 16, warps=2)
+SOME_ALONE = Launch(32, 16, warps=1, resident=8)
+MANY = Launch(64, 32, resident=3)
 
 
-def _parts(programs: int, supers: int, processors: int, least: int) -> int:
-    """Parts of K, a power of two: as many as leave ``least`` super-blocks to each and few programs waiting."""
-    parts = 1
-    while 2 * parts * least <= supers and 2 * parts * programs <= 10 * processors and parts < 8:
-        parts *= 2
-    return parts
+def _parts(c: Launch, programs: int, supers: int, processors: int) -> int:
+    """Parts of K after which the last program ends soonest, the adding of parts included."""
+
+    def steps(parts: int) -> float:
+        waves = -(-programs * parts // (processors * c.resident))
+        return waves * -(-supers // parts) + PART_STEPS * programs * parts / processors
+
+    return min(range(1, min(8, supers) + 1), key=steps)
 
 
-def linear_launch(m: int, n: int, supers: int, processors: int, small_shared: bool = False) -> Launch:
+def linear_launch(m: int, n: int, supers: int, processors: int, together: bool = True) -> Launch:
     """For y[m, n] with ``supers`` super-blocks along K."""
-    c = _tile(m, small_shared)
-    programs = -(-m // c.bm) * -(-n // c.bn)
-    return replace(c, parts=_parts(programs, supers, processors, 3 if programs > processors // 2 else 2))
+    few = FEW_ALONE if n > 32 * processors else FEW_SPREAD
+    c = few if m <= 8 else MANY if m > 16 and together else SOME
+    return replace(c, parts=_parts(c, -(-m // c.bm) * -(-n // c.bn), supers, processors))
 
 
-def gate_up_launch(
-    pairs: int, experts: int, n: int, supers: int, processors: int, small_shared: bool = False
-) -> Launch:
+def gate_up_launch(pairs: int, experts: int, n: int, supers: int, processors: int) -> Launch:
     """For ``pairs`` (token, expert) pairs over ``experts`` experts of ``n`` hidden units on this rank."""
-    c = _tile(2 * pairs / experts, small_shared)
     if pairs > SEARCH_PAIRS:
-        return c
-    return replace(c, parts=_parts(min(pairs, experts) * -(-n // c.bn), supers, processors, 3))
+        return FEW_WIDE if pairs <= 8 * experts else SOME_ALONE
+    active = min(pairs, experts)
+    c = FEW_ALONE if active * n > 32 * processors else FEW_SPREAD
+    return replace(c, parts=_parts(c, active * -(-n // c.bn), supers, processors))
 
 
-def down_launch(pairs: int, experts: int, n: int, supers: int, processors: int, small_shared: bool = False) -> Launch:
-    """For the second product of the same pairs: ``n`` outputs, ``supers`` super-blocks of hidden units."""
-    c = _tile(2 * pairs / experts, small_shared)
-    programs = min(pairs, experts) * -(-n // c.bn)
-    return replace(c, tiles=max(1, min(8, programs // (6 * processors))))
+def down_launch(pairs: int, experts: int, n: int, processors: int) -> Launch:
+    """For the second product of the same pairs: ``n`` outputs. Sorted pairs have the tile of tokens of the first."""
+    c = FEW_WIDE if pairs <= max(8 * experts, SEARCH_PAIRS) else SOME
+    tiles = round(min(pairs, experts) * -(-n // c.bn) / (5.5 * processors))
+    return replace(c, tiles=max(1, min(tiles, 8 if pairs <= 4 * experts else 768 // c.bn)))

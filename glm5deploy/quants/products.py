@@ -1,8 +1,7 @@
 """Products with planes on a GPU, the functions a quantisation method calls: planes and activations in, result out.
 
 Activations stay as they are (bf16) and weights are what the file says. Where weights are unpacked for cuBLAS, each is
-rounded to bf16 once. Every launch is fit for CUDA graphs. Tickets (see linear_kernel.py) are shared by all calls on a
-device, so calls must follow each other on a stream.
+rounded to bf16 once. Every launch is fit for CUDA graphs, and calls on different streams may overlap.
 """
 
 from __future__ import annotations
@@ -21,9 +20,11 @@ from glm5deploy.quants.moe_kernel import down_kernel, gate_up_kernel, sort_kerne
 from glm5deploy.quants.planes import Planes
 
 DENSE_CHUNK_BYTES = 64 << 20  # of bf16 weights unpacked at a time for cuBLAS
-EXACT_TERMS = 4096  # up to so many pairs a token's terms are kept in fp32, then in the activations' type
+EXACT_TERMS = 1024  # up to so many pairs a token's terms are kept in fp32, then in the activations' type
 SUM_SPAN = 512  # outputs that a program of the sum over a token's experts takes
-_tickets: dict[torch.device, torch.Tensor] = {}
+TICKETS = 1 << 16  # tiles of one launch that parts of K can be counted at
+STREAMS = 16  # of one process that products run on
+_tickets: dict[torch.device, tuple[torch.Tensor, dict[int, int]]] = {}
 
 
 def kernel_format(fmt: Format) -> tuple[object, ...]:
@@ -37,26 +38,45 @@ def _pointers(planes: Planes) -> tuple[torch.Tensor, ...]:
     return low, *(low if t is None else t for t in (planes.high, planes.words, planes.halves))
 
 
-def _shared_tickets(count: int, device: torch.device) -> torch.Tensor:
-    """Zeroed counters that every kernel leaves zeroed."""
-    found = _tickets.get(device)
-    if found is None or found.numel() < count:
-        found = torch.zeros(max(count, 1 << 20), dtype=torch.int32, device=device)
-        _tickets[device] = found
-    return found
+def _stream_tickets(count: int, device: torch.device) -> torch.Tensor:
+    """``count`` counters of the current stream, which every kernel leaves zeroed.
+
+    They are made before any capture: zeroing that a graph has recorded happens at its replay only.
+    """
+    if device not in _tickets:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a device's first product cannot be captured in a CUDA graph")
+        _tickets[device] = torch.zeros((STREAMS, TICKETS), dtype=torch.int32, device=device), {}
+    counters, places = _tickets[device]
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    place = places.setdefault(stream, len(places))
+    if place >= STREAMS or count > TICKETS:
+        raise RuntimeError(
+            f"no counters for {count} tiles on stream {place + 1}: {TICKETS} on each of {STREAMS} streams"
+        )
+    return counters[place]
+
+
+def _part_memory(
+    parts: int, rows: int, width: int, tiles: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 [parts, rows, width] and counters for ``tiles`` tiles; nothing where a program sums all of K."""
+    if parts == 1:
+        return torch.empty(0, device=device), torch.empty(0, dtype=torch.int32, device=device)
+    return torch.empty((parts, rows, width), dtype=torch.float32, device=device), _stream_tickets(tiles, device)
 
 
 def _gpu(device: torch.device) -> tuple[int, bool]:
-    """Multiprocessors, and whether shared memory is the small kind; a stand-in for the interpreter."""
+    """Multiprocessors, and whether four warps multiply a tile together; a stand-in for the interpreter."""
     if device.type != "cuda":
-        return 4, False
+        return 4, True
     return _device(device)
 
 
 @lru_cache(maxsize=16)
 def _device(device: torch.device) -> tuple[int, bool]:
     found = torch.cuda.get_device_properties(device)
-    return found.multi_processor_count, (found.major, found.minor) in launch.SMALL_SHARED
+    return found.multi_processor_count, found.major in launch.TOGETHER
 
 
 def _check(x: torch.Tensor, planes: Planes) -> None:
@@ -106,11 +126,11 @@ def linear(
             torch.matmul(x, unpack_rows(planes, start, stop, x.dtype).T, out=out[:, start:stop])
         return out
     grid = (triton.cdiv(m, c.bm), triton.cdiv(n, c.bn), c.parts)
-    parts = torch.empty((c.parts if c.parts > 1 else 0, m, n), dtype=torch.float32, device=x.device)
+    parts, tickets = _part_memory(c.parts, m, n, grid[0] * grid[1], x.device)
     linear_kernel[grid](
-        x, *_pointers(planes), out, parts, _shared_tickets(grid[0] * grid[1], x.device), m, n, planes.columns,
-        _row_stride(x), out.stride(0), planes.supers, c.parts, FMT=kernel_format(planes.format), BN=c.bn, BM=c.bm,
-        STAGES=c.stages, EVEN=planes.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=c.warps,
+        x, *_pointers(planes), out, parts, tickets, m, n, planes.columns, _row_stride(x), out.stride(0), planes.supers,
+        c.parts, FMT=kernel_format(planes.format), BN=c.bn, BM=c.bm, STAGES=c.stages,
+        EVEN=planes.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=c.warps,
     )  # fmt: skip
     return out
 
@@ -138,10 +158,10 @@ def _moe_launch(
     device: torch.device,
     configs: tuple[launch.Launch, launch.Launch] | None = None,
 ) -> _MoeLaunch:
-    pairs, experts, gpu = tokens * topk, gate.experts, _gpu(device)
+    pairs, experts, (processors, _) = tokens * topk, gate.experts, _gpu(device)
     a, b = configs or (
-        launch.gate_up_launch(pairs, experts, gate.rows, gate.supers, *gpu),
-        launch.down_launch(pairs, experts, down.rows, down.supers, *gpu),
+        launch.gate_up_launch(pairs, experts, gate.rows, gate.supers, processors),
+        launch.down_launch(pairs, experts, down.rows, processors),
     )
     search = 1 if tokens == 1 else triton.next_power_of_2(pairs) if pairs <= launch.SEARCH_PAIRS else 0
     return _MoeLaunch(a, b, search, pairs <= EXACT_TERMS)
@@ -179,6 +199,8 @@ def moe(
         return out
     c = _moe_launch(tokens, topk, gate, down, x.device, configs)
     a, b, ptx = c.gate_up, c.down, x.dtype == torch.bfloat16
+    if not c.search and a.bm != b.bm:
+        raise ValueError(f"sorted pairs are cut for {a.bm} tokens and would be multiplied by {b.bm}")
     ids, weights = topk_ids.contiguous(), topk_weights.contiguous()
     items = pairs if c.search else experts + pairs // a.bm
     order = torch.empty(0 if c.search else pairs, dtype=torch.int32, device=x.device)
@@ -187,18 +209,18 @@ def moe(
         sort_kernel[(experts,)](ids, order, work, pairs, experts, BM=a.bm, CHUNK=1024, num_warps=4)
     blocks = triton.cdiv(n, a.bn)
     hidden = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
-    parts = torch.empty((a.parts if a.parts > 1 else 0, pairs, 2 * n), dtype=torch.float32, device=x.device)
+    parts, tickets = _part_memory(a.parts, pairs, 2 * n, pairs * blocks, x.device)
     gate_up_kernel[(blocks, items, a.parts)](
-        x, *_pointers(gate), *_pointers(up), ids, order, work, hidden, parts, _shared_tickets(pairs * blocks, x.device),
-        pairs, n, gate.columns, _row_stride(x), gate.supers, a.parts, G=kernel_format(gate.format),
-        U=kernel_format(up.format), TOPK=topk, BN=a.bn, BM=a.bm, PAIRS=c.search, STAGES=a.stages,
+        x, *_pointers(gate), *_pointers(up), ids, order, work, hidden, parts, tickets, pairs, n, gate.columns,
+        _row_stride(x), gate.supers, a.parts, G=kernel_format(gate.format), U=kernel_format(up.format), TOPK=topk,
+        BN=a.bn, BM=a.bm, PAIRS=c.search, STAGES=a.stages,
         EVEN=gate.columns % 256 == 0, PTX=ptx, num_warps=a.warps,
     )  # fmt: skip
     terms = torch.empty((pairs, down.rows), dtype=torch.float32 if c.exact else x.dtype, device=x.device)
     down_kernel[(triton.cdiv(down.rows, b.bn * b.tiles), items)](
         hidden, *_pointers(down), ids, order, work, weights, terms, pairs, down.rows, n, down.supers, b.tiles,
-        FMT=kernel_format(down.format), BN=b.bn, BM=b.bm, PAIRS=c.search, STAGES=b.stages, ONE=down.supers == 1,
-        EVEN=n % 256 == 0, PTX=ptx, num_warps=b.warps,
+        FMT=kernel_format(down.format), BN=b.bn, BM=b.bm, PAIRS=c.search, STAGES=b.stages,
+        ONE=down.supers == 1, EVEN=n % 256 == 0, PTX=ptx, num_warps=b.warps,
     )  # fmt: skip
     sum_kernel[(tokens, triton.cdiv(down.rows, SUM_SPAN))](
         terms, ids, out, down.rows, TOPK=topk, BN=SUM_SPAN, num_warps=4

@@ -49,7 +49,7 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
     """Case names: linear:TYPE:TOKENS, gate_up:TYPE,TYPE:TOKENS, down:TYPE:TOKENS, dense:TYPE:0."""
     kind, types, count = case.split(":")
     names, tokens = types.split(","), int(count)
-    small = capability in (86, 89, 120, 121)
+    together = capability // 10 in launch.TOGETHER
     common = {
         "x": "*bf16",
         "y": "*bf16",
@@ -64,7 +64,7 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
     four = ("low", "high", "words", "halves")
     constants: dict[str, Any] = {"EVEN": True, "PTX": True}
     if kind == "linear":
-        c = launch.linear_launch(tokens, 2048, 24, PROCESSORS, small)
+        c = launch.linear_launch(tokens, 2048, 24, PROCESSORS, together)
         kernel, planes = linear_kernel.linear_kernel, planes_signature(four, names[0])
         constants |= {"FMT": kernel_format(FORMATS[names[0]]), "BM": c.bm, "STAGES": c.stages}
     elif kind == "dense":
@@ -73,17 +73,17 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
         constants |= {"FMT": kernel_format(FORMATS[names[0]])}
     else:
         pairs = 8 * tokens
-        search = triton.next_power_of_2(pairs) if pairs <= launch.SEARCH_PAIRS else 0
+        search = 1 if tokens == 1 else triton.next_power_of_2(pairs) if pairs <= launch.SEARCH_PAIRS else 0
         constants |= {"PAIRS": search}
         if kind == "gate_up":
-            c = launch.gate_up_launch(pairs, 256, 256, 24, PROCESSORS, small)
+            c = launch.gate_up_launch(pairs, 256, 256, 24, PROCESSORS)
             planes = planes_signature(("gl", "gh", "gw", "gs"), names[0])
             planes |= planes_signature(("ul", "uh", "uw", "us"), names[1])
             constants |= {"G": kernel_format(FORMATS[names[0]]), "U": kernel_format(FORMATS[names[1]])}
             constants |= {"TOPK": 8, "STAGES": c.stages}
             kernel = moe_kernel.gate_up_kernel
         else:
-            c = launch.down_launch(pairs, 256, 6144, 1, PROCESSORS, small)
+            c = launch.down_launch(pairs, 256, 6144, PROCESSORS)
             planes = planes_signature(four, names[0])
             constants |= {"FMT": kernel_format(FORMATS[names[0]]), "STAGES": c.stages, "ONE": True}
             kernel = moe_kernel.down_kernel

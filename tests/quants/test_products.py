@@ -59,6 +59,7 @@ def test_linear_of_every_type(name: str) -> None:
         (2, 33, 768, Launch(64, 16, parts=3)),
         (40, 130, 256, Launch(64, 32)),
         (70, 64, 256, Launch(64, 64)),
+        (9, 150, 512, Launch(32, 8, parts=2)),
     ],
     ids=str,
 )
@@ -132,11 +133,14 @@ def experts() -> tuple[Planes, Planes, Planes]:
     return planes_of("Q8_0", 64, 512, 5), planes_of("BF16", 64, 512, 5, seed=9), planes_of("Q8_0", 70, 64, 5, seed=5)
 
 
+FEW = Launch(16, 8, parts=2), Launch(32, 8, tiles=3)
+
+
 @pytest.mark.parametrize("searched", [True, False], ids=["searched", "sorted"])
 @pytest.mark.parametrize(
     "configs",
-    [None, (Launch(64, 16, parts=2), Launch(64, 16, tiles=2)), (Launch(64, 32), Launch(64, 32))],
-    ids=["table", "parts", "wide"],
+    [None, (Launch(64, 16, parts=2), Launch(64, 16, tiles=2)), (Launch(64, 32), Launch(64, 32)), FEW],
+    ids=["table", "parts", "wide", "few"],
 )
 def test_moe_all_tokens_on_one_expert(
     experts: tuple[Planes, Planes, Planes], searched: bool, configs: object, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +171,48 @@ def test_moe_keeps_terms_of_many_pairs_in_the_activations_type(
 ) -> None:
     monkeypatch.setattr(products, "EXACT_TERMS", 0)
     check_moe(*experts, tokens(5, 512), *routing(5, 4, 5))
+
+
+def test_moe_of_one_token(experts: tuple[Planes, Planes, Planes]) -> None:
+    ids, weights = routing(1, 4, 5)
+    ids[0, 2] = -1
+    check_moe(*experts, tokens(1, 512), ids, weights)
+
+
+def test_sorted_pairs_are_multiplied_by_the_tile_they_are_cut_for(
+    experts: tuple[Planes, Planes, Planes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products.launch, "SEARCH_PAIRS", 0)
+    with pytest.raises(ValueError, match="cut for 16 tokens"):
+        products.moe(tokens(3, 512), *experts, *routing(3, 2, 5), configs=(Launch(64, 16), Launch(64, 8)))
+
+
+def test_keys_tell_apart_what_is_compiled_apart(experts: tuple[Planes, Planes, Planes]) -> None:
+    device = torch.device(DEVICE)
+    planes = planes_of("Q4_K", 64, 512)
+    linear = [products.linear_key(m, planes, device) for m in range(1, 400)]
+    assert len(set(linear)) == 4  # tiles of 8, 16 and 32 tokens, and cuBLAS
+    moe = [products.moe_key(m, *experts, 2, device) for m in range(1, 400)]
+    assert len({key[2] for key in moe}) == 8  # one token, pairs searched among 4 to 128, and sorted
+    assert {key[3] for key in moe} == {True}
+    assert not products.moe_key(products.EXACT_TERMS, *experts, 2, device)[3]
+
+
+def test_counters_stay_within_a_stream() -> None:
+    device = torch.device(DEVICE)
+    assert products._stream_tickets(1, device).shape == (products.TICKETS,)
+    assert not products._stream_tickets(1, device).any()
+    with pytest.raises(RuntimeError, match="no counters"):
+        products._stream_tickets(products.TICKETS + 1, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs streams")
+def test_streams_have_counters_of_their_own() -> None:
+    device = torch.device(DEVICE, torch.cuda.current_device())
+    mine = products._stream_tickets(1, device).data_ptr()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert products._stream_tickets(1, device).data_ptr() != mine
 
 
 def test_wrong_shapes_are_refused(experts: tuple[Planes, Planes, Planes]) -> None:
