@@ -34,8 +34,6 @@ CORES_A_RANK = 4  # a start is bound by imports and kernel compilation
 # The cache's size is given: profiling it would count what the servers beside this one allocate meanwhile.
 FLAGS = ("--kv-cache-memory-bytes", str(2 << 30), "--max-num-seqs", "16", "--disable-flashinfer-autotune")
 FLAGS += ("--gpu-memory-utilization", "0.02", "--jit-monitor-verbose")
-# vLLM compiles 64 variants of its router product before serving, for half a minute: here each when it is first used.
-QUICK = ("--kernel-config", json.dumps({"enable_jit_warmup": False}))
 PACKED = ("--kv-cache-dtype", "fp8_ds_mla")
 # Ranks talk through NCCL alone: vLLM's other ways may create NVLink multicast objects, which a shared host may forbid.
 TWO_RANKS = ("--disable-custom-all-reduce", "--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}')
@@ -205,7 +203,7 @@ def _serve(run: GpuRun, folder: Path, work: Path, places: Places) -> Result:
     variables = {"TRITON_CACHE_DIR": str(work / "triton")} if run.empty_cache else {}
     if not run.traced:
         variables["GLM5DEPLOY_TRACE_DIR"] = ""
-    flags = (*FLAGS, *QUICK, *run.flags)
+    flags = (*FLAGS, *run.flags)
     if run.run.tp > 1:
         flags, variables = (*flags, *TWO_RANKS), variables | NO_MULTICAST
     with places.take(run.run.tp) as gpus:
