@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 
 from glm5deploy.errors import DeployError
 from glm5deploy.vllm_plugin import quantised_ops as ops
@@ -24,15 +23,6 @@ class Glm5MoeMethod(FusedMoEMethodBase):
         if len(module.parts) != 3:
             raise DeployError(f"{module.prefix} needs gate, up and down matrices; the file has {len(module.parts)}")
         self.parameters = PlaneParameters(module)
-
-    @property
-    def mk_can_overlap_shared_experts(self) -> bool:
-        """True makes vLLM leave the shared experts to `apply`, which runs them on the same stream.
-
-        vLLM would otherwise run them on a second stream beside the routed ones, and products of two streams at once
-        would count at the same tickets (see products.py).
-        """
-        return True
 
     def create_weights(
         self,
@@ -72,17 +62,15 @@ class Glm5MoeMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """x [T, hidden], topk_ids and topk_weights [T, TOPK] -> this rank's part of the sum, [T, hidden].
 
-        Rows of padding have ids < 0 and give zeros.
+        Rows of padding have ids < 0 and give zeros. vLLM runs the shared experts itself: up to 256 tokens beside
+        router and routed experts, on a stream of their own.
         """
         mine = layer.expert_map
         # A negative index would take the last expert's place.
         ids = topk_ids if mine is None else torch.where(topk_ids < 0, -1, mine[topk_ids])
         # One type each, whatever router ran: kernels are compiled for types, and warm-up has these.
         ids, weights = ids.to(torch.int32), topk_weights.to(torch.float32)
-        out = ops.moe(x, self.parameters.tensors(layer), self.parameters.spec, ids, weights)
-        if shared_experts is not None:
-            shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
-        return out
+        return ops.moe(x, self.parameters.tensors(layer), self.parameters.spec, ids, weights)
 
 
 def local_experts(layer: Any) -> list[int]:
