@@ -11,9 +11,12 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from glm5deploy.errors import DeployError
+
+if TYPE_CHECKING:
+    import torch
 
 SUPPORTED = ("0.32", "0.33")
 INSTALL_HINT = 'Install one that is: pip install "glm5deploy[gpu]", or "glm5deploy[cpu]" on a machine without a GPU.'
@@ -117,3 +120,12 @@ def split_graphs_at(operation: str) -> None:
     operations: list[str] = resolve("vllm.config", "CompilationConfig._attention_ops")
     if operation not in operations:
         operations.append(operation)
+
+
+def warm_router_product(gate: Any, dtype: torch.dtype) -> None:
+    """Have vLLM (0.33 on Hopper and later) compile the fp32 router product of ``gate`` for activations of ``dtype``."""
+    if not gate.allow_ll_fp32w_gemm or gate.allow_fp32_router_gemm:
+        return
+    kernel: Any = resolve("vllm.model_executor.kernels.linear.cute_dsl.ll_fp32w", "LL_FP32W_GEMM_KERNEL")
+    rows, columns = gate.weight.shape
+    kernel.register_warmup(shapes=((columns, rows),), m_values=range(1, gate.FP32_MAX_TOKENS + 1), a_dtypes=(dtype,))

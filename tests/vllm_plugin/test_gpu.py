@@ -172,6 +172,8 @@ def test_our_backend_ran_and_captured_its_graphs(run: GpuRun, gpu_results: dict[
     assert "GLM5_TRITON_SPARSE" in log
     assert "Graph capturing finished" in log or "Capturing CUDA graphs" in log
     assert ("of quantised weights read in" in log) == (run.flags != DENSE)
+    # Router products for activations of one type, 32 of them, and not of two.
+    assert "JIT kernel warmup (32 compile keys)" in log
 
 
 def test_the_backend_computes_what_its_reference_computes() -> None:
