@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from vllm_topk import compare, decode_choice, vllm_ops
+
 from glm5deploy.kernels import indexer, reference
 from glm5deploy.kernels.measure import graph_time, relative_rms
 from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
@@ -94,19 +95,6 @@ def deep_gemm() -> Any:
     return module
 
 
-def vllm_ops() -> Any:
-    """vLLM's compiled operations, or None."""
-    try:
-        from vllm import _custom_ops
-
-        if not hasattr(torch.ops._C, "top_k_per_row_prefill"):
-            raise ImportError("the operation top_k_per_row_prefill is missing")
-    except ImportError as error:
-        print(f"vLLM's top-k is not here: {error}")
-        return None
-    return _custom_ops
-
-
 def time_decode(batch: int, context: int, dg: Any, ops: Any, repeats: int) -> dict[str, float]:
     blocks = max(batch * context // BLOCK, 8192)
     cache = cache_of(blocks)
@@ -127,11 +115,9 @@ def time_decode(batch: int, context: int, dg: Any, ops: Any, repeats: int) -> di
     scratch = torch.empty(max(1, topk_workspace_elements(batch, context, K)), dtype=torch.int32, device="cuda")
     result["topk"] = time([partial(select_topk, s, lengths, K, context, out, scratch) for s in scores])
     if ops is not None:
-        space = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
-        size = lengths[:, None].contiguous()
         for name in ("cooperative_topk", "persistent_topk"):
-            run_op: Callable[..., object] = getattr(torch.ops._C, name)
-            result[name] = time([partial(run_op, s, size, out, space, K, context) for s in scores])
+            choose = decode_choice(name)
+            result[name] = time([partial(choose, s, lengths, out, context) for s in scores])
     return result
 
 
@@ -180,6 +166,8 @@ def main() -> int:
                 f"{name} {value:.1f}" if isinstance(value, float) else f"{name} {value}" for name, value in r.items()
             )
         )
+    if ops is not None:
+        compare(ops, K)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
     return 0

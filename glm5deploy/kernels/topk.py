@@ -1,190 +1,102 @@
-"""Exact top-k of ragged rows, the row's values held in registers.
+"""Exact top-k of ragged rows: which kernels a launch takes, and their scratch memory.
 
-A program holds up to BLOCK columns of one row. It narrows the range of the k-th largest value, by counting how many
-values reach each of four pivots, until exactly k reach its lower end or one value is left; then it writes the
-survivors in column order, and of the columns equal to the threshold the first ones win. Longer rows take two or more
-rounds: every block keeps its own k best, which contain the row's k best, and the next round selects among those.
-Nothing is shared between programs, so the result is the same every time.
+A row that one program can hold goes to `topk_block`. Of longer rows every program of `topk_stream` takes one; few of
+them would leave the GPU idle, so they are listed in parts, by many programs, before one program a row selects from the
+lists. No result depends on timing: lists are in column order, and nothing is added up in an order that may change.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 
 from glm5deploy.kernels.layout import require
+from glm5deploy.kernels.topk_block import topk_block_kernel
+from glm5deploy.kernels.topk_stream import topk_parts_kernel, topk_stream_kernel
+from glm5deploy.kernels.tuning import Gpu, gpu
 
-# Columns a program holds in registers.
-BLOCK_COLUMNS = 8192
 MAX_K = 4096
+MAX_PARTS = 32
+# Rows that several programs may share: with more of them the GPU is busy anyway.
+MOST_SHARED_ROWS = 512
+# Whether first rounds are made for scores around 1 (`topk_device.kth_key`).
+SCORES = False
+# Columns of a row that a warp holds.
+_WARP_COLUMNS = 512
+# Of a thread, so that two programs of eight warps share a multiprocessor.
+STREAM_REGISTERS = 128
+# A kernel can start while the one before it runs from here on.
+FIRST_EARLY_ARCH = 90
 
 
-@triton.jit
-def _ordered_key(b_x):
-    """fp32 -> int32 in the same order; -0 counts as 0 and NaN as -inf."""
-    b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)
-    b_key = tl.where(b_bits >= 0, b_bits, b_bits ^ 0x7FFFFFFF)
-    return tl.where(b_x == b_x, b_key, -2139095041)
+@dataclass(frozen=True, slots=True)
+class TopkConfig:
+    """Launches of the selection. A program holds 512 columns a warp; lists of candidates are as long."""
+
+    block_warps: tuple[int, ...] = (8, 16)  # a row that fits one of these is held by one program
+    stream_warps: int = 8  # one program a longer row
+    part_warps: int = 8  # many programs a row
+    merge_warps: int = 8  # the one that then selects from their lists
+    stream_sample: int = 4096  # columns that set the first threshold
+    part_samples: tuple[int, ...] = (2048, 4096, 8192)  # the same, for rows of up to 32 times as many
+    per_sm: int = 2  # programs a multiprocessor is meant to hold: the number of parts follows from it
+    spared: int = 7  # blocks of columns that parts must spare a program to be worth a second launch
+
+    def __post_init__(self) -> None:
+        held = _WARP_COLUMNS * max(self.block_warps)
+        require(max(self.stream_sample, *self.part_samples) <= held, f"samples must not exceed {held} columns")
+
+    def block(self, width: int) -> int:
+        """Warps of a program that holds a whole row of `width` columns, 0 when none does."""
+        return next((warps for warps in self.block_warps if width <= _WARP_COLUMNS * warps), 0)
+
+    def parts(self, rows: int, width: int, multiprocessors: int) -> tuple[int, int]:
+        """Programs that share a row of `width` columns, and blocks of columns that each of them has."""
+        blocks = triton.cdiv(width, _WARP_COLUMNS * self.part_warps)
+        programs = min(multiprocessors * self.per_sm, MOST_SHARED_ROWS)
+        each = triton.cdiv(blocks, max(1, min(MAX_PARTS, programs // max(1, rows))))
+        return (triton.cdiv(blocks, each), each) if blocks - each >= self.spared else (1, blocks)
+
+    def part_sample(self, width: int) -> int:
+        """Columns that the parts of a row of `width` look at."""
+        return next((sample for sample in self.part_samples if width <= 32 * sample), self.part_samples[-1])
 
 
-@triton.jit
-def _key_value(key):
-    """The fp32 number of a key."""
-    return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+# Measured on an H200 (docs/benchmarks/kernels.md); by whether k is at most 2048.
+_CONFIGS = {True: TopkConfig(), False: TopkConfig(stream_warps=16, merge_warps=16)}
 
 
-@triton.jit
-def _clamped_key(value, least, most):
-    """Key of an fp32 number, NaN included, moved into least .. most."""
-    return tl.minimum(tl.maximum(_ordered_key(value), least), most)
+def topk_config(k: int) -> TopkConfig:
+    """Launch parameters for this k."""
+    return _CONFIGS[k <= MAX_K // 2]
 
 
-@triton.jit
-def _narrow(low, high, reach, above, pivot, count, k):
-    """Bounds of the k-th largest key and the counts that belong to them, after `count` keys reached `pivot`."""
-    rise = (count >= k) & (pivot > low)
-    fall = (count < k) & (pivot < high)
-    return (
-        tl.where(rise, pivot, low),
-        tl.where(fall, pivot, high),
-        tl.where(rise, count, reach),
-        tl.where(fall, count, above),
-    )
+def _width(stride: int, max_length: int, has_starts: bool) -> int:
+    """Columns to hold for a row: one that begins within 16 bytes has up to three in front."""
+    return max_length if stride % 4 == 0 and not has_starts else max_length + 3
 
 
-@triton.jit(
-    do_not_specialize=["k", "rounds_before", "stride_in", "stride_out", "stride_topk"],
-    do_not_specialize_on_alignment=["positions", "starts", "lengths", "keys_out", "positions_out", "topk"],
-)
-def topk_kernel(
-    scores,  # first round: logits fp32 [T, stride_in]; later: keys int32 that the round before kept
-    positions,  # later rounds: int32 [T, stride_in], the columns these keys come from
-    starts,  # int32 [T], first column of the row, read when HAS_STARTS
-    lengths,  # int32 [T], columns of the row
-    keys_out,  # int32 [T, stride_out], k for each block, when the row needs another round
-    positions_out,  # int32 [T, stride_out]
-    topk,  # int32 [T, stride_topk], when this round is the row's last
-    k,
-    rounds_before,
-    stride_in,
-    stride_out,
-    stride_topk,
-    FIRST: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    ALIGNED: tl.constexpr,  # rows start at multiples of 16 bytes
-    BLOCK: tl.constexpr,
-):
-    i_t = tl.program_id(0).to(tl.int64)
-    i_b = tl.program_id(1)
-    o_c = tl.arange(0, BLOCK)
-    width = tl.load(lengths + i_t)
-    for _ in range(rounds_before):
-        # A row that fitted one block is finished; else each block left k entries, the last one perhaps fewer.
-        last = (width - 1) // BLOCK
-        width = tl.where(width <= BLOCK, -1, last * k + tl.minimum(k, width - last * BLOCK))
-    # The first block of an unfinished row always runs: it pads an empty row.
-    if (width < 0) | ((i_b > 0) & (i_b * BLOCK >= width)):
-        return
-    n = tl.minimum(width - i_b * BLOCK, BLOCK)
-    m_c = o_c < n
-    o_in = i_t * stride_in
-    if ALIGNED:
-        o_in = tl.multiple_of(o_in, 4)
-    o_in += i_b * BLOCK + o_c
-    m_in = m_c
-    if ALIGNED:
-        # Whole groups of four, which stay within the row's stride: a mask in fours lets a thread load them at once.
-        m_in = o_c < tl.multiple_of((n + 3) // 4 * 4, 4)
-    if FIRST:
-        if HAS_STARTS:
-            o_in += tl.load(starts + i_t)
-        b_key = _ordered_key(tl.load(scores + o_in, mask=m_in, other=0.0))
-    else:
-        b_key = tl.load(scores + o_in, mask=m_in, other=0)
-    b_key = tl.where(m_c, b_key, -2147483648)  # below the key of -inf
-
-    low = -2147483648
-    above = n
-    if n > k:
-        # Invariant: `reach` keys, at least k, are low or more; `above`, fewer than k, are high or more.
-        low = tl.min(tl.where(m_c, b_key, 2147483647), axis=0)
-        high = tl.max(b_key, axis=0) + 1
-        reach = n
-        above = 0
-        turn = 0
-        while (reach != k) & (high - 1 != low):
-            least, most = low + 1, high - 1
-            low_value = _key_value(low)
-            span = _key_value(high) - low_value
-            step = (high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)) // 5
-            if (turn % 3 != 2) & (span < 3.0e38):
-                # Where a straight line between the two known counts reaches k, with a narrow and a wide margin.
-                guess = low_value + span * ((reach - k + 0.5) / (reach - above))
-                pivot1 = _clamped_key(guess - span * 0.125, least, most)
-                pivot2 = _clamped_key(guess - span * 0.015625, least, most)
-                pivot3 = _clamped_key(guess + span * 0.015625, least, most)
-                pivot4 = _clamped_key(guess + span * 0.125, least, most)
-            else:
-                # Equal fifths of the keys: this alone ends after 14 rounds, whatever the values.
-                pivot1 = tl.maximum(low + step.to(tl.int32), least)
-                pivot2 = tl.maximum(low + (2 * step).to(tl.int32), least)
-                pivot3 = tl.maximum(low + (3 * step).to(tl.int32), least)
-                pivot4 = tl.maximum(low + (4 * step).to(tl.int32), least)
-            # Four counts of at most 16 bits in one reduction.
-            b_pair = (b_key >= pivot1).to(tl.int32) + ((b_key >= pivot2).to(tl.int32) << 16)
-            b_pair2 = (b_key >= pivot3).to(tl.int32) + ((b_key >= pivot4).to(tl.int32) << 16)
-            counts = tl.sum(b_pair.to(tl.int64) + (b_pair2.to(tl.int64) << 32), axis=0)
-            low, high, reach, above = _narrow(low, high, reach, above, pivot1, (counts & 0xFFFF).to(tl.int32), k)
-            low, high, reach, above = _narrow(
-                low, high, reach, above, pivot2, ((counts >> 16) & 0xFFFF).to(tl.int32), k
-            )
-            low, high, reach, above = _narrow(
-                low, high, reach, above, pivot3, ((counts >> 32) & 0xFFFF).to(tl.int32), k
-            )
-            low, high, reach, above = _narrow(low, high, reach, above, pivot4, (counts >> 48).to(tl.int32), k)
-            turn += 1
-        # When k keys reach low, all of them are taken, those equal to it too.
-        above = tl.where(reach == k, k, above)
-        low = tl.where(reach == k, low - 1, low)
-
-    m_above = b_key > low
-    m_equal = (b_key == low) & m_c
-    room = k - above
-    # Both running counts in one scan; each fits 15 bits.
-    b_count = tl.cumsum(m_above.to(tl.int32) + (m_equal.to(tl.int32) << 16), axis=0)
-    b_equal = b_count >> 16
-    m_keep = m_above | (m_equal & (b_equal <= room))
-    o_out = (b_count & 0xFFFF) + tl.minimum(b_equal, room) - 1
-    b_position = i_b * BLOCK + o_c if FIRST else tl.load(positions + o_in, mask=m_c, other=0)
-    if width <= BLOCK:
-        p_top = topk + i_t * stride_topk
-        tl.store(p_top + o_out, b_position, mask=m_keep)
-        tl.store(p_top + o_c, -1, mask=(o_c >= n) & (o_c < k))
-    else:
-        o_out += i_b * k
-        tl.store(keys_out + i_t * stride_out + o_out, b_key, mask=m_keep)
-        tl.store(positions_out + i_t * stride_out + o_out, b_position, mask=m_keep)
+def topk_variant(rows: int, max_length: int, k: int, stride: int, of: Gpu) -> tuple[str, int, int]:
+    """What `select_topk` launches on a GPU: launches with the same value share every compiled variant."""
+    config = topk_config(k)
+    width = _width(stride, max_length, has_starts=False)
+    if warps := config.block(width):
+        return "block", warps, 0
+    parts, _ = config.parts(rows, width, of.multiprocessors)
+    return ("parts", triton.next_power_of_2(parts), config.part_sample(width)) if parts > 1 else ("stream", 0, 0)
 
 
-def block_warps(block: int) -> int:
-    """Warps of a program: 32 columns a thread."""
-    return max(1, block // 1024)
-
-
-def _kept_widths(width: int, k: int, block: int) -> list[int]:
-    """Entries a row that started with `width` columns can have after each round but the last."""
-    widths = []
-    while width > block:
-        width = -(-width // block) * k
-        widths.append(width)
-    return widths
-
-
-def topk_workspace_elements(rows: int, max_length: int, k: int, block: int = BLOCK_COLUMNS) -> int:
-    """int32 elements `select_topk` needs for `rows` rows of at most `max_length` columns; 0 up to one block."""
-    return 2 * rows * sum(_kept_widths(max_length, k, block)[:2])
+def topk_workspace_elements(rows: int, max_length: int, k: int, config: TopkConfig | None = None) -> int:
+    """int32 elements of scratch that `select_topk` needs for up to `rows` rows of up to `max_length` columns."""
+    config = topk_config(k) if config is None else config
+    if config.block(max_length + 3):
+        return 0
+    # Pairs of int32: a row's list, and those of its parts; behind them a count for each part.
+    lists = min(rows * MAX_PARTS, MOST_SHARED_ROWS)
+    held = rows * max(config.stream_warps, config.merge_warps)
+    return 2 * _WARP_COLUMNS * (held + lists * config.part_warps) + lists
 
 
 def select_topk(
@@ -195,57 +107,96 @@ def select_topk(
     out: torch.Tensor,
     workspace: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
-    block: int = BLOCK_COLUMNS,
+    config: TopkConfig | None = None,
 ) -> torch.Tensor:
     """`reference.select_topk` on the GPU: exact, ties by lower position, ascending, -1 padded.
 
     Args:
-        logits: fp32 [T, S], unit column stride. lengths: int32 [T]. starts: int32 [T], zeros when absent.
+        logits: fp32 [T, S], unit column stride; memory is read in whole 16 bytes around each row.
+        lengths: int32 [T]. starts: int32 [T], zeros when absent.
         k: 1 .. 4096. max_length: no length exceeds it; it fixes the launches, so a captured graph serves all lengths.
         out: int32 [T, >= k], unit column stride; the first k columns are written.
-        workspace: int32, `topk_workspace_elements` of it, when max_length exceeds one block.
+        workspace: int32, `topk_workspace_elements` of it.
     """
     rows = logits.shape[0]
     require(logits.dtype == torch.float32 and logits.stride(1) == 1, "logits must be fp32 with unit column stride")
-    require(1 <= k <= min(MAX_K, block // 2), f"k must be 1 .. {min(MAX_K, block // 2)}, got {k}")
+    require(1 <= k <= MAX_K, f"k must be 1 .. {MAX_K}, got {k}")
     require(out.dtype == torch.int32 and out.shape[1] >= k and out.stride(1) == 1, "out must be int32 [T, >= k]")
-    kept = _kept_widths(max_length, k, block)
-    buffers: list[torch.Tensor] = []
-    if kept:
-        if workspace is None:
-            raise ValueError("rows longer than one block need a workspace")
-        sizes = [rows * width for width in kept[:2]]
-        require(workspace.numel() >= 2 * sum(sizes), f"workspace must hold {2 * sum(sizes)} int32")
-        for size in sizes:
-            buffers += [workspace[:size], workspace[size : 2 * size]]
-            workspace = workspace[2 * size :]
+    config = topk_config(k) if config is None else config
+    width = _width(logits.stride(0), max_length, starts is not None)
     if rows == 0:
         return out
-    source, positions, width = logits, out, logits.stride(0)
-    for index, wide in enumerate([max_length, *kept]):
-        last = index == len(kept)
-        # Later rounds alternate between the two pairs of buffers; a pair is free once its round has been read.
-        pair = 2 * (index % 2)
-        keys_out, positions_out = (out, out) if last else (buffers[pair], buffers[pair + 1])
-        wide_out = 0 if last else kept[index]
-        topk_kernel[(rows, max(1, triton.cdiv(wide, block)))](
-            source,
-            positions,
-            lengths if starts is None else starts,
+    first = lengths if starts is None else starts
+    if warps := config.block(width):
+        topk_block_kernel[(rows,)](
+            logits,
+            first,
             lengths,
-            keys_out,
-            positions_out,
             out,
             k,
-            index,
-            width,
-            wide_out,
+            logits.stride(0),
             out.stride(0),
-            FIRST=index == 0,
-            HAS_STARTS=index == 0 and starts is not None,
-            ALIGNED=starts is None and width % 4 == 0,
-            BLOCK=block,
-            num_warps=block_warps(block),
+            HAS_STARTS=starts is not None,
+            WARPS=warps,
+            SCORES=SCORES,
+            ASM=logits.is_cuda,
+            num_warps=warps,
         )
-        source, positions, width = keys_out, positions_out, wide_out
+        return out
+    of = gpu(logits.device)
+    parts, each = config.parts(rows, width, of.multiprocessors)
+    warps = config.stream_warps if parts == 1 else config.merge_warps
+    require(k < _WARP_COLUMNS * warps, f"k must be less than {_WARP_COLUMNS * warps} with this configuration, got {k}")
+    needed = topk_workspace_elements(rows, max_length, k, config)
+    if workspace is None or workspace.numel() < needed:
+        raise ValueError(f"rows that no program holds need a workspace of {needed} int32")
+    pairs = workspace[: workspace.numel() // 2 * 2].view(torch.int64)
+    entries = config.part_warps * _WARP_COLUMNS
+    ends = rows * warps * _WARP_COLUMNS, rows * (warps * _WARP_COLUMNS + parts * entries)
+    held, lists, counts = pairs[: ends[0]], pairs[ends[0] : ends[1]], pairs[ends[1] :].view(torch.int32)
+    # The second kernel may start while the first one runs; it waits for its results itself.
+    early = logits.is_cuda and of.arch >= FIRST_EARLY_ARCH
+    if parts > 1:
+        topk_parts_kernel[(rows, parts)](
+            logits,
+            first,
+            lengths,
+            counts,
+            lists,
+            k,
+            each,
+            logits.stride(0),
+            HAS_STARTS=starts is not None,
+            WARPS=config.part_warps,
+            SAMPLE=config.part_sample(width),
+            SCORES=SCORES,
+            ASM=logits.is_cuda,
+            EARLY=early,
+            num_warps=config.part_warps,
+            maxnreg=STREAM_REGISTERS,
+        )
+    topk_stream_kernel[(rows,)](
+        logits,
+        first,
+        lengths,
+        counts if parts > 1 else lengths,
+        lists if parts > 1 else held,
+        held,
+        out,
+        k,
+        parts,
+        logits.stride(0),
+        out.stride(0),
+        HAS_STARTS=starts is not None,
+        WARPS=warps,
+        SAMPLE=config.stream_sample,
+        SCORES=SCORES,
+        PARTS=triton.next_power_of_2(parts) if parts > 1 else 0,
+        LIST=entries,
+        ASM=logits.is_cuda,
+        EARLY=early and parts > 1,
+        num_warps=warps,
+        maxnreg=STREAM_REGISTERS if parts == 1 else None,
+        launch_pdl=early and parts > 1,
+    )
     return out

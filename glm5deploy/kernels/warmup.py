@@ -22,11 +22,13 @@ from glm5deploy.kernels.latent_cache import store_latent
 from glm5deploy.kernels.layout import INDEX_DIM, INDEX_KEY_BYTES, INDEX_ROPE_DIM, LATENT_DIM, PACKED_ROW_BYTES, QK_DIM
 from glm5deploy.kernels.prepare import Launch, first_of_each
 from glm5deploy.kernels.slots import slots_from_positions
-from glm5deploy.kernels.topk import BLOCK_COLUMNS, select_topk, topk_workspace_elements
+from glm5deploy.kernels.topk import MOST_SHARED_ROWS, select_topk, topk_variant, topk_workspace_elements
 from glm5deploy.kernels.tuning import gpu, index_value_dtype, sparse_config
 
 # Every number of tokens up to here is launched; beyond, the first one of each configuration.
 _EVERY = 128
+# Between widths of rows whose selection is looked at: no variant serves fewer.
+_STEP = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +156,19 @@ def _scores(serving: Serving, device: torch.device) -> Iterator[Launch]:
 
 
 def _selection(serving: Serving, device: torch.device) -> Iterator[Launch]:
-    def select(length: int) -> None:
-        logits = torch.zeros((1, length), device=device)
-        sizes = torch.full((1,), length, dtype=torch.int32, device=device)
-        out = torch.empty((1, serving.topk), dtype=torch.int32, device=device)
-        elements = max(1, topk_workspace_elements(1, length, serving.topk))
-        workspace = torch.empty(elements, dtype=torch.int32, device=device)
-        select_topk(logits, sizes, serving.topk, length, out, workspace)
+    of, k, longest = gpu(device), serving.topk, serving.max_length
 
-    # One block and more than one; each with rows that start at multiples of 16 bytes and not.
-    lengths = [16, 17]
-    lengths += [BLOCK_COLUMNS + 16, BLOCK_COLUMNS + 17] if serving.max_length > BLOCK_COLUMNS else []
-    for length in lengths:
-        yield Launch(("selection", length), partial(select, length))
+    def select(rows: int, width: int) -> None:
+        # All rows are the same memory, of which nothing is read: none has columns.
+        logits = torch.zeros((1, width), device=device).expand(rows, width)
+        lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        out = torch.empty((rows, k), dtype=torch.int32, device=device)
+        workspace = torch.empty(topk_workspace_elements(rows, width, k), dtype=torch.int32, device=device)
+        select_topk(logits, lengths, k, width, out, workspace)
+
+    # Rows that begin within 16 bytes, as they do in the longest widths, can need more.
+    widths = {*range(k + 1, longest, _STEP), *range(max(1, longest - 3), longest + 1)}
+    few = range(1, min(serving.max_tokens, MOST_SHARED_ROWS + 1) + 1)
+    launches = {topk_variant(rows, width, k, width, of): (rows, width) for width in sorted(widths) for rows in few}
+    for variant, (rows, width) in launches.items():
+        yield Launch(("selection", *variant), partial(select, rows, width))

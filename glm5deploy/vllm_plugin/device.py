@@ -18,7 +18,7 @@ from glm5deploy.kernels.indexer import store_index_keys
 from glm5deploy.kernels.latent_cache import store_latent
 from glm5deploy.kernels.layout import INDEX_DIM
 from glm5deploy.kernels.slots import slots_from_positions
-from glm5deploy.kernels.topk import BLOCK_COLUMNS, select_topk, topk_workspace_elements
+from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
 from glm5deploy.kernels.tuning import gpu, index_value_dtype
 from glm5deploy.kernels.warmup import Serving
 from glm5deploy.vllm_plugin import readiness
@@ -59,23 +59,13 @@ class Scratch:
         self.keys = empty(context, INDEX_DIM, dtype=values)
         self.key_scales = empty(context, dtype=torch.float32)
         self.scores = empty(max(SCORES, context), dtype=torch.float32)
-        self.kept = empty(kept_elements(context, topk), dtype=torch.int32)
+        self.kept = empty(topk_workspace_elements(rows_at_once(1), context, topk), dtype=torch.int32)
         self.positions = torch.arange(topk, dtype=torch.int32, device=device)
         self.none = torch.tensor(-1, dtype=torch.int32, device=device)
         self.slots = empty(tokens, topk, dtype=torch.int32)
         self.counts = empty(tokens, dtype=torch.int32)
         self.lse = empty(tokens, serving.heads, dtype=torch.float32)
         self.partial = empty(split_workspace_elements(serving.heads, topk, device), dtype=torch.float32)
-
-
-def kept_elements(context: int, topk: int) -> int:
-    """int32 scratch that the selection needs at most, over every width up to ``context``."""
-    blocks = -(-context // BLOCK_COLUMNS)
-    widths = (min(context, number * BLOCK_COLUMNS) for number in range(1, blocks + 1))
-    return max(
-        1,
-        *(topk_workspace_elements(rows_at_once(max(1, width - BLOCK_COLUMNS + 1)), width, topk) for width in widths),
-    )
 
 
 _scratch: dict[torch.device, Scratch] = {}

@@ -46,6 +46,7 @@ class Job:
     constants: dict[str, Any]
     aligned: tuple[str, ...] = field(default=())
     spill_limit: int = SPILL_LIMIT
+    registers: int | None = None
 
 
 def sparse_jobs(arch: int, family: str) -> Iterator[Job]:
@@ -127,21 +128,38 @@ def indexer_jobs(arch: int, family: str) -> Iterator[Job]:
     )
 
 
-def other_jobs(arch: int) -> Iterator[Job]:
-    from glm5deploy.kernels.topk import BLOCK_COLUMNS, block_warps
+def selection_jobs(arch: int) -> Iterator[Job]:
+    from glm5deploy.kernels import topk
 
-    types = {"positions": I32, "starts": I32, "lengths": I32, "keys_out": I32, "positions_out": I32, "topk": I32}
-    for first in (True, False):
-        constants = {"FIRST": first, "HAS_STARTS": False, "ALIGNED": True, "BLOCK": BLOCK_COLUMNS}
-        yield Job(
-            "topk.topk_kernel",
-            arch,
-            block_warps(BLOCK_COLUMNS),
-            3,
-            types | {"scores": F32 if first else I32},
-            constants,
-            ("scores",),
-        )
+    config = topk.topk_config(2048)
+    types = {"logits": F32, "starts": I32, "lengths": I32, "counts": I32, "topk": I32}
+    types |= {"lists": "*i64", "held_pairs": "*i64"}
+    constants: dict[str, Any] = {"HAS_STARTS": False, "SCORES": topk.SCORES, "ASM": True}
+    warps = config.block_warps[-1]
+    yield Job("topk_block.topk_block_kernel", arch, warps, 3, types, constants | {"WARPS": warps}, ("logits",))
+    early = arch >= topk.FIRST_EARLY_ARCH
+    aligned = ("logits", "lists")
+    chosen = constants | {"WARPS": config.part_warps, "SAMPLE": config.part_samples[-1], "EARLY": early}
+    yield Job(
+        "topk_stream.topk_parts_kernel",
+        arch,
+        config.part_warps,
+        3,
+        types,
+        chosen,
+        aligned,
+        registers=topk.STREAM_REGISTERS,
+    )
+    for parts in (0, topk.MAX_PARTS):
+        warps = config.merge_warps if parts else config.stream_warps
+        chosen = constants | {"WARPS": warps, "SAMPLE": config.stream_sample, "EARLY": early and parts > 0}
+        chosen |= {"PARTS": parts, "LIST": 512 * config.part_warps}
+        registers = None if parts else topk.STREAM_REGISTERS
+        held = (*aligned, "held_pairs")
+        yield Job("topk_stream.topk_stream_kernel", arch, warps, 3, types, chosen, held, registers=registers)
+
+
+def other_jobs(arch: int) -> Iterator[Job]:
     types = {"positions": I32, "request_of_token": I64, "block_table": I32, "slots": I32, "counts": I32}
     yield Job("slots.slots_kernel", arch, 4, 3, types, {"BLOCK": 64, "BK": 2048})
     for packed in (False, True):
@@ -164,7 +182,7 @@ def jobs() -> list[Job]:
     found: dict[str, Job] = {}
     for arch, limit in SHARED_LIMIT.items():
         family = family_of(arch, limit)
-        for job in (*sparse_jobs(arch, family), *indexer_jobs(arch, family), *other_jobs(arch)):
+        for job in (*sparse_jobs(arch, family), *indexer_jobs(arch, family), *selection_jobs(arch), *other_jobs(arch)):
             found.setdefault(repr(job), job)
     return list(found.values())
 
@@ -184,7 +202,7 @@ def compile_one(job: Job) -> dict[str, Any]:
         {(names.index(n),): value for n, value in job.constants.items()},
         {(names.index(n),): [["tt.divisibility", 16]] for n in job.aligned},
     )
-    options = {"num_warps": job.warps, "num_stages": job.stages}
+    options = {"num_warps": job.warps, "num_stages": job.stages, "maxnreg": job.registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", job.arch, 32), options=options)
     facts = {
         "kernel": name,

@@ -1,78 +1,145 @@
-"""The top-k kernel against the reference, which it must equal position by position."""
+"""The top-k kernels against the reference, which they must equal position by position."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from glm5deploy.kernels import reference
-from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
+from glm5deploy.kernels import reference, topk
+from glm5deploy.kernels.topk import TopkConfig, select_topk, topk_variant, topk_workspace_elements
+from glm5deploy.kernels.tuning import Gpu
+from tests.kernels.topk_rows import awkward_rows
+
+# A program holds 512 columns, and the stand-in GPU four programs.
+SMALL = TopkConfig((1,), 1, 1, 1, stream_sample=128, part_samples=(64, 128), per_sm=8, spared=1)
+ONE_PROGRAM = replace(SMALL, spared=1000)
+WIDTH = 3001
 
 
-def check(
-    logits: torch.Tensor, lengths: list[int], k: int, block: int, starts: list[int] | None = None, width: int = 0
-) -> None:
-    rows = len(lengths)
-    longest = max(width, *lengths)
-    sizes = torch.tensor(lengths, dtype=torch.int32)
-    first = None if starts is None else torch.tensor(starts, dtype=torch.int32)
-    out = torch.empty(rows, k + 3, dtype=torch.int32)
-    workspace = torch.empty(topk_workspace_elements(rows, longest, k, block), dtype=torch.int32)
-    select_topk(logits, sizes, k, longest, out, workspace, first, block)
-    assert torch.equal(out[:, :k], reference.select_topk(logits, sizes, k, first))
-    assert (out[:, k:] == -77).all(), "columns past k are not the kernel's"
+class Run:
+    """One selection, compared with the reference, and what it left in its scratch memory."""
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        lengths: list[int],
+        k: int,
+        config: TopkConfig | None,
+        starts: list[int] | None = None,
+        max_length: int = 0,
+    ) -> None:
+        rows, longest = len(lengths), max(max_length, *lengths)
+        sizes = torch.tensor(lengths, dtype=torch.int32)
+        first = None if starts is None else torch.tensor(starts, dtype=torch.int32)
+        out = torch.empty(rows, k + 3, dtype=torch.int32)
+        self.scratch = torch.empty(topk_workspace_elements(rows, longest, k, config), dtype=torch.int32)
+        select_topk(logits, sizes, k, longest, out, self.scratch, first, config)
+        assert torch.equal(out[:, :k], reference.select_topk(logits, sizes, k, first))
+        assert (out[:, k:] == -77).all(), "columns past k are not the kernel's"
+        self.rows, self.longest = rows, longest
+
+    def part_counts(self) -> torch.Tensor:
+        """How many columns of each row the parts listed."""
+        parts, _ = SMALL.parts(self.rows, self.longest + 3, 4)
+        lists = 1024 * (self.rows + self.rows * parts)
+        return self.scratch[lists : lists + self.rows * parts].view(self.rows, parts).sum(1)
 
 
-def test_rows_within_one_block() -> None:
-    check(torch.randn(5, 200), [0, 1, 33, 128, 200], k=33, block=256)
+@pytest.mark.parametrize("config", [SMALL, ONE_PROGRAM], ids=["parts", "one program"])
+@pytest.mark.parametrize("k", [1, 40, 300])
+def test_awkward_rows(k: int, config: TopkConfig) -> None:
+    lengths = [WIDTH] * 13
+    lengths[:4] = WIDTH, WIDTH - 1, WIDTH - 2, WIDTH - 3
+    Run(awkward_rows(WIDTH), lengths, k, config)
 
 
-def test_more_rounds_for_longer_rows() -> None:
-    # 500 columns: 8 blocks leave 8 * 20, 3 blocks leave 3 * 20, which fit one.
-    check(torch.randn(4, 500), [500, 64, 65, 190], k=20, block=64)
+@pytest.mark.parametrize("k", [1, 33, 300, 511])
+def test_awkward_rows_that_one_program_holds(k: int) -> None:
+    Run(awkward_rows(505), [505, 504, 503, 502, 0, 1, 33, 32, 300, 301, 505, 505, 505], k, SMALL)
 
 
-def test_launches_for_longer_rows_than_there_are() -> None:
-    check(torch.randn(2, 150), [150, 20], k=16, block=64, width=640)
+@pytest.mark.parametrize("config", [SMALL, ONE_PROGRAM], ids=["parts", "one program"])
+def test_lengths_around_k_and_a_program(config: TopkConfig) -> None:
+    lengths = [0, 1, 39, 40, 41, 511, 512, 513, 1023, 1025]
+    Run(torch.randn(10, WIDTH), lengths, 40, config, max_length=WIDTH)
 
 
-@pytest.mark.parametrize("block", [64, 256])
-def test_ties_go_to_the_lower_position_within_and_across_blocks(block: int) -> None:
-    logits = torch.randint(-1, 2, (2, 150)).float()
-    logits[1] = 0.0
-    logits[1, ::3] = -0.0
-    check(logits, [150, 150], k=31, block=block)
+@pytest.mark.parametrize("config", [SMALL, ONE_PROGRAM], ids=["parts", "one program"])
+def test_rows_may_start_anywhere(config: TopkConfig) -> None:
+    Run(torch.randn(5, WIDTH), [1800, 0, 509, 510, 2997], 33, config, starts=[1201, 3001, 1, 3, 4])
 
 
-def test_infinities_and_nan() -> None:
-    logits = torch.randn(3, 90)
-    logits[0, 10:80] = -torch.inf
-    logits[1, 20:60] = torch.nan
-    logits[2, 5:50] = torch.inf
-    check(logits, [90, 90, 90], k=40, block=128)
+def test_rows_that_one_program_holds_may_start_anywhere() -> None:
+    Run(torch.randn(4, 700), [505, 0, 1, 509], 33, SMALL, starts=[195, 700, 3, 2])
 
 
-def test_values_across_the_whole_range_of_fp32() -> None:
-    logits = torch.randn(2, 120) * torch.logspace(-38, 38, 120)
-    logits[1] = torch.arange(120) * 1e-45
-    check(logits, [120, 119], k=17, block=128)
+def hidden_from_the_sample(high: float, low: float) -> torch.Tensor:
+    """A row whose sampled columns are around `high`, all others around `low`."""
+    row = torch.randn(1, WIDTH) + low
+    groups = 128 // 8
+    for group in range(groups):
+        start = group * WIDTH // groups
+        row[0, start : start + 8] += high - low
+    return row
 
 
-def test_neighbouring_values_are_told_apart() -> None:
-    logits = (1.0 + torch.randperm(100) * 2**-23)[None]
-    check(logits, [100], k=50, block=128)
+def test_a_sample_that_promises_too_much_is_given_up() -> None:
+    logits = hidden_from_the_sample(100.0, 0.0)
+    assert int(Run(logits, [WIDTH], 300, SMALL).part_counts()[0]) < 300
+    Run(logits, [WIDTH], 300, ONE_PROGRAM)
 
 
-def test_rows_may_start_anywhere() -> None:
-    check(torch.randn(3, 150), [80, 0, 130], k=12, block=64, starts=[61, 150, 20])
+def test_lists_that_overflow_are_cut() -> None:
+    for logits in (hidden_from_the_sample(0.0, 100.0), torch.full((1, WIDTH), 0.25)):
+        assert int(Run(logits, [WIDTH], 300, SMALL).part_counts()[0]) > 512
+        Run(logits, [WIDTH], 300, ONE_PROGRAM)
+
+
+def test_a_good_sample_spares_the_list_most_columns() -> None:
+    counts = Run(torch.randn(8, WIDTH), [WIDTH] * 8, 100, SMALL).part_counts()
+    assert (counts >= 100).all()
+    assert (counts <= 512).all()
+
+
+def test_the_largest_k() -> None:
+    Run(torch.randn(2, 9000), [9000, 5000], 4096, None)
+    Run(torch.randn(1, 4500).round(), [4500], 4096, None)
+
+
+def test_variants_and_scratch_for_every_launch() -> None:
+    of = Gpu(90, 132, "sm90")
+    assert topk_variant(1, 4096, 2048, 4096, of) == ("block", 8, 0)
+    assert topk_variant(1, 4095, 2048, 4095, of) == ("block", 16, 0)
+    assert topk_variant(2048, 8192, 2048, 8192, of) == ("block", 16, 0)
+    assert topk_variant(1, 8190, 2048, 8191, of) == ("stream", 0, 0)
+    assert topk_variant(1, 32_768, 2048, 32_768, of) == ("parts", 8, 2048)
+    assert topk_variant(3, 100_000, 2048, 100_001, of) == ("parts", 32, 4096)
+    assert topk_variant(64, 202_752, 2048, 202_752, of) == ("parts", 4, 8192)
+    assert topk_variant(2048, 131_072, 2048, 131_072, of) == ("stream", 0, 0)
+    for k in (1, 2048, 2049, 4096):
+        held = topk_workspace_elements(2048, 131_072, k)
+        assert all(topk_workspace_elements(rows, 8193, k) <= held for rows in range(1, 2049))
+        config = topk.topk_config(k)
+        columns = 512 * config.part_warps
+        for rows in (1, 2, 3, 16, 17, 64, 511, 512, 513, 2048):
+            parts, each = config.parts(rows, 131_072, 300)
+            assert parts <= topk.MAX_PARTS
+            assert rows * parts <= max(rows, 512)
+            assert (parts - 1) * each * columns < 131_072 <= parts * each * columns
 
 
 def test_limits_are_named() -> None:
-    out = torch.empty(1, 64, dtype=torch.int32)
+    out = torch.empty(1, 5000, dtype=torch.int32)
     lengths = torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="k must be"):
-        select_topk(torch.zeros(1, 64), lengths, 40, 64, out, block=64)
+        select_topk(torch.zeros(1, 64), lengths, 4097, 64, out)
+    with pytest.raises(ValueError, match="k must be less"):
+        select_topk(torch.zeros(1, 1000), lengths, 512, 1000, out, config=SMALL)
     with pytest.raises(ValueError, match="workspace"):
-        select_topk(torch.zeros(1, 100), lengths, 20, 100, out, block=64)
+        select_topk(torch.zeros(1, 1000), lengths, 20, 1000, out, config=SMALL)
     with pytest.raises(ValueError, match="fp32"):
-        select_topk(torch.zeros(1, 64).double(), lengths, 20, 64, out, block=64)
+        select_topk(torch.zeros(1, 64).double(), lengths, 20, 64, out)
+    with pytest.raises(ValueError, match="sample"):
+        replace(SMALL, stream_sample=1024)

@@ -1,0 +1,237 @@
+"""Top-k of rows that no program holds: a threshold from a sample, a pass that lists what reaches it, a selection.
+
+The sample decides about speed alone. A list that overflows is cut to its k best, which raise the threshold; a row in
+which fewer than k columns reach the threshold is read again from its start without one.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from glm5deploy.kernels.topk_device import (
+    LEAST_KEY,
+    MOST_KEY,
+    NO_KEY,
+    columns,
+    exclusive_count,
+    key_value,
+    kth_key,
+    ordered_key,
+    scatter,
+    scatter_pairs,
+    select_keys,
+)
+
+
+@triton.jit
+def sample_threshold(p_row, width, k, SAMPLE: tl.constexpr, SCORES: tl.constexpr):
+    """A key that more than k of the row's `width` columns very likely reach, or LEAST_KEY; width >= SAMPLE.
+
+    Looks at SAMPLE columns, eight neighbours at a time (a sector of memory), spread evenly over the row.
+    """
+    GROUPS: tl.constexpr = SAMPLE // 8
+    o_s = tl.arange(0, SAMPLE)
+    b_start = ((o_s // 8).to(tl.int64) * width) // GROUPS
+    b_key = ordered_key(tl.load(p_row + b_start + o_s % 8))
+    # So many of the sample are expected among the k best; four standard deviations more for chance, and for likeness
+    # of neighbours.
+    mean = k.to(tl.float32) * SAMPLE / width
+    rank = (mean + 4.0 * tl.sqrt(mean)).to(tl.int32) + 4
+    least = tl.full((), LEAST_KEY, tl.int32)
+    if rank < SAMPLE:
+        least, _above = kth_key(b_key, tl.full((), MOST_KEY, tl.int32), least, rank, rank // 16, SCORES)
+    return least
+
+
+@triton.jit
+def load_columns(p_row, column, before, width, WARPS: tl.constexpr):
+    """Numbers of 512 * WARPS columns of a row that begins `before` columns behind p_row; any number outside of it."""
+    column = tl.multiple_of(column, 4)
+    o_x = columns(WARPS)
+    end = tl.multiple_of((before + width + 3) // 4 * 4 - column, 4)
+    return tl.load(p_row + column + o_x, mask=o_x < end, other=0.0)
+
+
+@triton.jit
+def collect(b_x, p_held, first, done, width, reach, held, WARPS: tl.constexpr, ASM: tl.constexpr):
+    """Append what reaches `reach` among 512 * WARPS columns to a list that has `held` entries and room for as many.
+
+    NaN counts as -inf. b_x are the numbers of the columns from `first` on; those before `done` are passed over. Returns
+    how many entries there would be without the list's limit, and the column to go on from when the limit was met.
+    """
+    SIZE: tl.constexpr = 512 * WARPS
+    o_x = first + columns(WARPS)
+    # From here on NaN is what is not listed. Most blocks lie within the row, and of their NaN none reaches a number.
+    if (first < done) | (first + SIZE > width) | (reach == float("-inf")):
+        b_x = tl.where((o_x >= done) & (o_x < width), tl.maximum(b_x, float("-inf")), float("nan"))
+    b_new, added = exclusive_count((b_x >= reach).to(tl.int32), WARPS)
+    if held + added > SIZE:
+        b_x = tl.where(held + b_new < SIZE, b_x, float("nan"))
+        last = tl.max(tl.reshape(tl.where(b_x >= reach, o_x, -1), [SIZE]), axis=0)
+        done = tl.maximum(done, last + 1)
+    scatter_pairs(p_held + held, b_new, b_x, o_x, reach, ASM)
+    return held + added, done
+
+
+@triton.jit(
+    do_not_specialize=["k", "chunks", "stride_in"],
+    do_not_specialize_on_alignment=["starts", "lengths", "counts"],
+)
+def topk_parts_kernel(
+    logits,  # fp32 [T, stride_in], 16-byte aligned
+    starts,  # int32 [T], first column of the row, read when HAS_STARTS
+    lengths,  # int32 [T], columns of the row
+    counts,  # int32 [T, parts], entries of each part's list
+    lists,  # int64 [T, parts, 512 * WARPS]: a column's bits and, in the upper half, its position
+    k,
+    chunks,  # of 512 * WARPS columns that a part has
+    stride_in,
+    HAS_STARTS: tl.constexpr,
+    WARPS: tl.constexpr,  # of this launch
+    SAMPLE: tl.constexpr,
+    SCORES: tl.constexpr,  # see kth_key
+    ASM: tl.constexpr,
+    EARLY: tl.constexpr,  # the next kernel may start while this one runs
+):
+    """Lists what reaches the row's threshold, one list a part; a list with a count above 512 * WARPS is not whole."""
+    SIZE: tl.constexpr = 512 * WARPS
+    if EARLY:
+        gdc_launch_dependents()
+    i_t = tl.program_id(0).to(tl.int64)
+    i_p = tl.program_id(1)
+    width = tl.load(lengths + i_t)
+    o_row = i_t * stride_in
+    if HAS_STARTS:
+        o_row += tl.load(starts + i_t)
+    before = (o_row % 4).to(tl.int32)
+    o_row = tl.multiple_of(o_row - before, 4)
+    column = i_p * chunks * SIZE
+    end = tl.minimum(column + chunks * SIZE, before + width)
+    o_list = i_t * tl.num_programs(1) + i_p
+    held = 0
+    done = 0
+    if column < end:
+        least = tl.full((), LEAST_KEY, tl.int32)
+        if width > SIZE:
+            least = sample_threshold(logits + o_row + before, width, k, SAMPLE, SCORES)
+        reach = key_value(least)
+        b_next = load_columns(logits + o_row, column, before, width, WARPS)
+        while column < end:
+            b_x = b_next
+            b_next = load_columns(logits + o_row, column + SIZE, before, width, WARPS)
+            held, done = collect(b_x, lists + o_list * SIZE, column - before, done, width, reach, held, WARPS, ASM)
+            column += SIZE
+    tl.store(counts + o_list, held)
+
+
+@triton.jit(
+    do_not_specialize=["k", "parts", "stride_in", "stride_topk"],
+    do_not_specialize_on_alignment=["starts", "lengths", "topk", "counts"],
+)
+def topk_stream_kernel(
+    logits,  # fp32 [T, stride_in], 16-byte aligned
+    starts,  # int32 [T], first column of the row, read when HAS_STARTS
+    lengths,  # int32 [T], columns of the row
+    counts,  # what topk_parts_kernel left, read when PARTS
+    lists,
+    held_pairs,  # int64 [T, 512 * WARPS], scratch
+    topk,  # int32 [T, stride_topk]
+    k,  # less than 512 * WARPS
+    parts,
+    stride_in,
+    stride_topk,
+    HAS_STARTS: tl.constexpr,
+    WARPS: tl.constexpr,  # of this launch
+    SAMPLE: tl.constexpr,
+    SCORES: tl.constexpr,  # see kth_key
+    PARTS: tl.constexpr,  # 0, or a power of two that is at least `parts`
+    LIST: tl.constexpr,  # entries of a part's list
+    ASM: tl.constexpr,
+    EARLY: tl.constexpr,  # started while topk_parts_kernel runs
+):
+    SIZE: tl.constexpr = 512 * WARPS
+    i_t = tl.program_id(0).to(tl.int64)
+    width = tl.load(lengths + i_t)
+    o_row = i_t * stride_in
+    if HAS_STARTS:
+        o_row += tl.load(starts + i_t)
+    # Whole groups of four that lie at multiples of 16 bytes are loaded, also where the row begins or ends inside one.
+    before = (o_row % 4).to(tl.int32)
+    o_row = tl.multiple_of(o_row - before, 4)
+    p_held = held_pairs + i_t * SIZE
+    least = tl.full((), LEAST_KEY, tl.int32)  # no entry of the list is less
+    column = 0
+    done = 0  # columns before this one have been looked at
+    held = 0
+    if EARLY:
+        gdc_wait()
+    if PARTS > 0:
+        o_p = tl.arange(0, PARTS)
+        b_count = tl.load(counts + i_t * parts + o_p, mask=o_p < parts, other=0)
+        most = tl.max(b_count, axis=0)
+        total = tl.sum(b_count, axis=0)
+        if (most <= LIST) & (total <= SIZE) & (total >= tl.minimum(k, width)):
+            COLUMNS: tl.constexpr = SIZE // PARTS
+            b_first = tl.cumsum(b_count, axis=0) - b_count
+            first = 0
+            while first < most:
+                o_e = first + tl.arange(0, COLUMNS)[None, :]
+                m_e = o_e < b_count[:, None]
+                o_from = (i_t * parts + o_p[:, None]) * LIST + o_e
+                tl.store(p_held + b_first[:, None] + o_e, tl.load(lists + o_from, mask=m_e, other=0), mask=m_e)
+                first += COLUMNS
+            held = total
+            column = (before + width + 3) // 4 * 4
+    if (column == 0) & (width > SIZE):
+        least = sample_threshold(logits + o_row + before, width, k, SAMPLE, SCORES)
+    next_key = least  # the least key that may still be listed
+    pending = 1
+    while pending == 1:
+        reach = key_value(next_key)
+        fits = 1
+        b_next = load_columns(logits + o_row, column, before, width, WARPS)
+        while (fits == 1) & (column < before + width):
+            b_x = b_next
+            b_next = load_columns(logits + o_row, column + SIZE, before, width, WARPS)
+            held, done = collect(b_x, p_held, column - before, done, width, reach, held, WARPS, ASM)
+            if held <= SIZE:
+                column += SIZE
+            else:
+                fits = 0
+                held = SIZE
+        if (fits == 1) & (held < tl.minimum(k, width)):
+            # The sample promised too much: start again, without it.
+            least = tl.full((), LEAST_KEY, tl.int32)
+            next_key = least
+            column = 0
+            done = 0
+            held = 0
+        else:
+            # What was written by other threads is read, and read before it is overwritten.
+            tl.debug_barrier()
+            o_c = columns(WARPS)
+            b_pair = tl.load(p_held + o_c)
+            b_x = b_pair.to(tl.int32).to(tl.float32, bitcast=True)
+            b_position = (b_pair >> 32).to(tl.int32)
+            b_key = tl.where(o_c < held, ordered_key(b_x), NO_KEY)
+            high = tl.max(tl.reshape(b_key, [SIZE]), axis=0)
+            b_key, low = select_keys(b_key, held, high, least, k, WARPS, False)
+            b_out, _count = exclusive_count((b_key > low).to(tl.int32), WARPS)
+            if fits == 0:
+                b_x = tl.where(b_key > low, b_x, float("nan"))
+                tl.debug_barrier()
+                scatter_pairs(p_held, b_out, b_x, b_position, tl.full((), float("-inf"), tl.float32), ASM)
+                tl.debug_barrier()
+                # Later columns that equal the k-th best lose to it.
+                least = low + 1
+                next_key = low + 2
+                held = k
+            else:
+                p_top = topk + i_t * stride_topk
+                scatter(p_top, b_out, b_position, b_key, low, ASM)
+                if held < k:
+                    tl.store(p_top + o_c, -1, mask=(o_c >= held) & (o_c < k))
+                pending = 0

@@ -1,0 +1,48 @@
+"""The top-k kernels as a GPU runs them, stores in assembly included, against the reference, position by position.
+
+Run there with `pytest -m gpu tests/kernels`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from glm5deploy.kernels import reference
+from glm5deploy.kernels.topk import select_topk, topk_variant, topk_workspace_elements
+from glm5deploy.kernels.tuning import gpu
+from tests.kernels.topk_rows import awkward_rows
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("k", [1, 64, 2048, 4096])
+@pytest.mark.parametrize(
+    ("copies", "width", "variant"), [(1, 8192, "block"), (1, 40_001, "parts"), (60, 9003, "stream")]
+)
+def test_awkward_rows(copies: int, width: int, variant: str, k: int) -> None:
+    logits = awkward_rows(width, "cuda").repeat(copies, 1)
+    rows = len(logits)
+    assert topk_variant(rows, width, k, width, gpu(logits.device))[0] == variant
+    lengths = torch.full((rows,), width, dtype=torch.int32, device="cuda")
+    lengths[1::3] -= torch.arange(len(lengths[1::3]), dtype=torch.int32, device="cuda") % 9
+    lengths[-2:] = torch.tensor([0, 2047], dtype=torch.int32, device="cuda")
+    scratch = torch.empty(topk_workspace_elements(rows, width, k), dtype=torch.int32, device="cuda")
+    out = torch.full((rows, k + 1), -7, dtype=torch.int32, device="cuda")
+    expected = reference.select_topk(logits, lengths, k)
+    for _ in range(2):  # the scratch memory's contents do not matter
+        select_topk(logits, lengths, k, width, out, scratch)
+        assert torch.equal(out[:, :k], expected)
+        assert (out[:, k] == -7).all()
+
+
+def test_rows_may_start_anywhere() -> None:
+    logits = awkward_rows(30_000, "cuda")
+    starts = torch.arange(13, dtype=torch.int32, device="cuda") * 701
+    lengths = 30_000 - starts - starts % 5
+    for count in (13, 4):
+        scratch = torch.empty(topk_workspace_elements(13, 30_000, 2048), dtype=torch.int32, device="cuda")
+        out = torch.empty(count, 2048, dtype=torch.int32, device="cuda")
+        rows, first, sizes = logits[:count], starts[:count], lengths[:count]
+        select_topk(rows, sizes, 2048, 30_000, out, scratch, first)
+        assert torch.equal(out, reference.select_topk(rows, sizes, 2048, first))
