@@ -25,8 +25,9 @@ GREEDY_MARGIN = {"float32": 0.5, "bfloat16": 1.0}
 # of them. Dense attention or another schedule gives 0.3 to 2.5. "far" is for contexts of more than 64 positions for
 # each that is selected: more of them lie near the limit there, and rounding swaps two and a half times as many.
 STEPS_MEDIAN = {"float32": (0.03, 0.03), "bfloat16": (0.25, 0.15), "far": (0.40, 0.30)}
-# A step whose own median is further off than this had an expert or a selected position flipped; the share of those.
-LOST_STEP, LOST_STEPS = 1.0, 0.05
+# A step whose own median is further off than this had an expert or a selected position flipped: one in a hundred, so
+# the share of those, and how many a small sample may have all the same.
+LOST_STEP, LOST_STEPS, LOST_BY_CHANCE = 1.0, 0.05, 3
 # Median |difference| of a decode step's log-probabilities from those of the same position in a prompt, by type: in
 # bf16 both are as far from the reference as LOGPROB_MEDIAN allows, and not in the same direction.
 DECODE_MEDIAN = {"float32": 0.03, "bfloat16": 0.25}
@@ -80,12 +81,12 @@ def check_steps(requests: Sequence[Sequence[Sequence[float]]], precision: str) -
     steps = [median(step) for request in requests for step in request]
     medians = [median(d for step in request for d in step) for request in requests]
     overall = median(d for request in requests for step in request for d in step)
-    lost = sum(not value <= LOST_STEP for value in steps) / len(steps)
+    lost = sum(not value <= LOST_STEP for value in steps)
     of_one, of_all = STEPS_MEDIAN[precision]
-    found = f"{len(steps)} steps: median {overall:.3f}, a request's at most {max(medians):.3f}, steps lost {lost:.1%}"
+    found = f"{len(steps)} steps: median {overall:.3f}, a request's at most {max(medians):.3f}, steps lost {lost / len(steps):.1%}"
     assert all(value <= of_one for value in medians), f"{found}; {[round(value, 3) for value in medians]}"
     assert overall <= of_all, found
-    assert lost <= LOST_STEPS, found
+    assert lost <= max(LOST_BY_CHANCE, LOST_STEPS * len(steps)), found
     return found
 
 
