@@ -83,7 +83,7 @@ def check_steps(requests: Sequence[Sequence[Sequence[float]]], precision: str) -
     overall = median(d for request in requests for step in request for d in step)
     lost = sum(not value <= LOST_STEP for value in steps)
     of_one, of_all = STEPS_MEDIAN[precision]
-    found = f"{len(steps)} steps: median {overall:.3f}, a request's at most {max(medians):.3f}, steps lost {lost / len(steps):.1%}"
+    found = f"{len(steps)} steps: median {overall:.3f}, a request's at most {max(medians):.3f}, {lost} steps lost"
     assert all(value <= of_one for value in medians), f"{found}; {[round(value, 3) for value in medians]}"
     assert overall <= of_all, found
     assert lost <= max(LOST_BY_CHANCE, LOST_STEPS * len(steps)), found
