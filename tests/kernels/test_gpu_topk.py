@@ -46,3 +46,26 @@ def test_rows_may_start_anywhere() -> None:
         rows, first, sizes = logits[:count], starts[:count], lengths[:count]
         select_topk(rows, sizes, 2048, 30_000, out, scratch, first)
         assert torch.equal(out, reference.select_topk(rows, sizes, 2048, first))
+
+
+def test_graphs_of_kernels_that_start_early_replay_on_other_rows() -> None:
+    first, second = awkward_rows(70_000, "cuda"), awkward_rows(70_000, "cuda").flip(0).contiguous()
+    lengths = torch.full((13,), 70_000, dtype=torch.int32, device="cuda")
+    scratch = torch.empty(topk_workspace_elements(13, 70_000, 2048), dtype=torch.int32, device="cuda")
+    outs = [torch.empty(13, 2048, dtype=torch.int32, device="cuda") for _ in range(2)]
+
+    def both() -> None:
+        for logits, out in zip((first, second), outs, strict=True):
+            select_topk(logits, lengths, 2048, 70_000, out, scratch)
+
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        both()
+    for turn in range(5):
+        first.copy_(awkward_rows(70_000, "cuda"))
+        second.copy_(awkward_rows(70_000, "cuda").roll(turn, 0))
+        lengths.copy_(torch.randint(0, 70_001, (13,), device="cuda"))
+        graph.replay()
+        for logits, out in zip((first, second), outs, strict=True):
+            assert torch.equal(out, reference.select_topk(logits, lengths, 2048))
