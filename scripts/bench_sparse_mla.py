@@ -2,8 +2,8 @@
 
     python scripts/bench_sparse_mla.py [--quick] [--json FILE]
 
-Each time is the median of CUDA-graph replays over rotating inputs: `one` for a graph of one call, replay included,
-`many` for one of sixteen calls in a graph of sixteen. Goals are ratios to FlashMLA's `one`.
+Each time is the median of CUDA-graph replays over rotating inputs, queued up so that the GPU never waits for the host:
+`one` for a graph of one call, `many` for one of sixteen calls in a graph. Goals are ratios to FlashMLA's `one`.
 """
 
 from __future__ import annotations

@@ -67,35 +67,20 @@ def sparse_mla_fwd(
         workspace = nope.new_empty(size * _PARTIAL, dtype=torch.float32) if workspace is None else workspace
         require(workspace.numel() >= size * _PARTIAL, f"workspace must hold {size * _PARTIAL} fp32")
         part, part_lse = workspace[: size * LATENT_DIM], workspace[size * LATENT_DIM : size * _PARTIAL]
-    scales, ropes = (byte_view(rows, torch.float32), byte_view(rows, ROPE_DTYPE)) if packed else (rows, rows)
-    sparse_mla_fwd_kernel[(triton.cdiv(heads, config.block_heads), tokens, splits)](
-        nope,
-        rope,
-        rows,
-        scales,
-        ropes,
-        slots,
-        slots if counts is None else counts,
-        part,
-        part_lse,
-        scale * _LOG2_E,
-        keys,
-        keys_per_split,
-        token_stride(nope),
-        nope.stride(1),
-        token_stride(rope),
-        rope.stride(1),
-        slots.stride(0),
-        H=heads,
-        BH=config.block_heads,
-        BK=config.block_keys,
-        SPLIT=splits > 1,
-        KV_FP8=packed,
-        ASM=packed and nope.is_cuda and nope.dtype == torch.bfloat16,
-        HAS_COUNTS=counts is not None,
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
+    inputs = (slots, slots if counts is None else counts, part, part_lse, scale * _LOG2_E, keys, keys_per_split)
+    strides = (token_stride(nope), nope.stride(1), token_stride(rope), rope.stride(1), slots.stride(0))
+    constants = {"H": heads, "BH": config.block_heads, "SPLIT": splits > 1, "KV_FP8": packed}
+    constants |= {"HAS_COUNTS": counts is not None, "num_warps": config.warps}
+    grid = (triton.cdiv(heads, config.block_heads), tokens, splits)
+    if config.wgmma:
+        from glm5deploy.kernels.sparse_mla_hopper import sparse_mla_hopper_kernel  # needs Gluon: `tuning.wgmma_ready`
+
+        sparse_mla_hopper_kernel[grid](nope, rope, rows, *inputs, *strides, **constants)
+    else:
+        views = (byte_view(rows, torch.float32), byte_view(rows, ROPE_DTYPE)) if packed else (rows, rows)
+        asm = packed and nope.is_cuda and nope.dtype == torch.bfloat16
+        constants |= {"BK": config.block_keys, "ASM": asm, "num_stages": config.stages}
+        sparse_mla_fwd_kernel[grid](nope, rope, rows, *views, *inputs, *strides, **constants)
     if splits > 1:
         dims = combine_dims(tokens * heads, of)
         combine_splits_kernel[(tokens * heads, LATENT_DIM // dims)](

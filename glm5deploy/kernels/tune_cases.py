@@ -41,7 +41,8 @@ def attention_candidates(heads: int, chosen: SparseConfig) -> list[SparseConfig]
     blocks = (16,) if heads <= 16 else (16, 32, 64)
     tiles = ((64, 4, 2), (64, 8, 2), (32, 4, 2), (32, 4, 3), (32, 8, 3), (32, 2, 2))
     grid = [SparseConfig(block, *tile, 1) for block in blocks for tile in tiles]
-    built_in = [row.config for row in SPARSE_TABLE if row.config.block_heads in blocks]
+    configs = [row.config for row in SPARSE_TABLE if row.config.block_heads in blocks]
+    built_in = [config for config in configs if config.wgmma <= chosen.wgmma]  # where one is chosen, it runs
     every = (replace(config, per_sm=each) for config in (*built_in, *grid) for each in (1, 2, 4))
     return list(dict.fromkeys([chosen, *every]))
 

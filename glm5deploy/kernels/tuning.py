@@ -37,11 +37,12 @@ _ALL = ("sm80", "sm90", "small")
 class SparseConfig:
     """One launch of the sparse attention kernel."""
 
-    block_heads: int  # heads of a program, at least 16, the matrix unit's smallest row count
+    block_heads: int  # heads of a program, at least 16, the matrix unit's smallest row count (wgmma: 8, 16, 32 or 64)
     block_keys: int  # selected rows of one step
     warps: int
     stages: int
     per_sm: int  # programs a multiprocessor is meant to hold: the number of splits follows from it
+    wgmma: int = 0  # 1: the kernel of sparse_mla_hopper.py; its block_keys, warps and stages are 64, 4 and 2
 
     def splits(self, tokens: int, heads: int, keys: int, multiprocessors: int) -> int:
         """Splits of K that fill the GPU and leave each program at least one step."""
@@ -84,14 +85,23 @@ class Gpu:
 
 
 # Measured on an H200 (docs/benchmarks/kernels.md); the other families take the rows that fit their shared memory.
+_WGMMA = {heads: SparseConfig(heads, 64, 4, 2, 1, wgmma=1) for heads in (8, 16, 32)}
 SPARSE_TABLE: tuple[SparseRow, ...] = (
+    SparseRow(("sm90",), False, 8, 512, _WGMMA[8]),
+    SparseRow(("sm90",), False, 16, 512, _WGMMA[16]),
     SparseRow(_ALL, False, 16, 2, SparseConfig(16, 32, 4, 3, 1)),
     SparseRow(_ALL, False, 16, 16, SparseConfig(16, 64, 4, 2, 1)),
     SparseRow(_ALL, False, 16, 1024, SparseConfig(16, 64, 4, 2, 2)),
     SparseRow(_ALL, False, 16, _ANY, SparseConfig(16, 32, 2, 2, 4)),
+    SparseRow(("sm90",), False, 32, _ANY, _WGMMA[32]),
+    SparseRow(_ALL, False, _ANY, 4, SparseConfig(16, 64, 4, 2, 2)),
+    SparseRow(("sm90",), False, _ANY, _ANY, _WGMMA[32]),
     SparseRow(_ALL, False, _ANY, 32, SparseConfig(16, 64, 4, 2, 2)),
     SparseRow(_LARGE, False, _ANY, _ANY, SparseConfig(32, 64, 4, 2, 2), 256),
     SparseRow(("small",), False, _ANY, _ANY, SparseConfig(32, 32, 4, 2, 1)),
+    SparseRow(("sm90",), True, 8, _ANY, _WGMMA[8]),
+    SparseRow(("sm90",), True, 16, _ANY, _WGMMA[16]),
+    SparseRow(("sm90",), True, _ANY, _ANY, _WGMMA[32]),
     SparseRow(_ALL, True, 16, 2, SparseConfig(16, 32, 4, 3, 1)),
     SparseRow(_ALL, True, 16, _ANY, SparseConfig(16, 32, 4, 2, 2)),
     SparseRow(("sm90",), True, _ANY, _ANY, SparseConfig(64, 32, 8, 2, 1), 640),
@@ -153,7 +163,20 @@ def sparse_rows(of: Gpu, packed: bool, heads: int) -> list[SparseRow]:
     blocks = triton.cdiv(heads, 16)
     # Measured ones are for as many blocks of heads as they were measured with, the table's for any number.
     rows = (*(row for row in measured(of).rows if triton.cdiv(row.max_heads, 16) == blocks), *SPARSE_TABLE)
-    return [row for row in rows if of.family in row.families and row.packed == packed and heads <= row.max_heads]
+    able = [row for row in rows if of.family in row.families and (not row.config.wgmma or wgmma_ready(of))]
+    return [row for row in able if row.packed == packed and heads <= row.max_heads]
+
+
+@functools.cache
+def wgmma_ready(of: Gpu) -> bool:
+    """Whether sparse_mla_hopper.py runs: on SM90 alone, with a Triton whose Gluon has `async_load` (3.8 and later)."""
+    if of.arch != 90 or triton.knobs.runtime.interpret:
+        return False
+    try:
+        from triton.experimental.gluon.language.nvidia.ampere import async_copy
+    except ImportError:
+        return False
+    return hasattr(async_copy, "async_load")
 
 
 def ragged_config(of: Gpu, fp8: bool) -> LogitsConfig:

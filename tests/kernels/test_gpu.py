@@ -15,7 +15,9 @@ from glm5deploy.kernels.latent_cache import store_latent
 from glm5deploy.kernels.prepare import prepare
 from glm5deploy.kernels.slots import slots_from_positions
 from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
+from glm5deploy.kernels.tuning import SparseConfig, gpu, sparse_config, wgmma_ready
 from glm5deploy.kernels.warmup import Serving, launches
+from tests.kernels.cases import sparse_case
 from tests.support.compare import assert_close, relative_rms
 
 pytestmark = pytest.mark.gpu
@@ -93,6 +95,57 @@ def test_after_warm_up_nothing_compiles_and_graphs_replay(packed: bool, heads: i
             torch.cuda.synchronize()
             assert_close(step.out, step.expected(), limit=5e-3)
     assert counter.names == []
+
+
+class TestHopper:
+    """The portable kernel's tests run on a CPU; this kernel has no interpreter."""
+
+    SHAPES = (
+        (64, 2048, 1),
+        (64, 2048, 8),
+        (40, 1000, 3),
+        (128, 515, 1),
+        (32, 1000, 1),
+        (16, 65, 2),
+        (8, 2048, 32),
+        (1, 63, 1),
+    )
+
+    @pytest.fixture(autouse=True)
+    def ready(self) -> None:
+        if not wgmma_ready(gpu(torch.device("cuda"))):
+            pytest.skip("a kernel for SM90 and Triton 3.8")
+
+    @pytest.mark.parametrize("packed", [False, True], ids=["plain", "fp8_ds_mla"])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(("heads", "keys", "splits"), SHAPES)
+    def test_equals_the_reference(self, heads: int, keys: int, splits: int, dtype: torch.dtype, packed: bool) -> None:
+        case = sparse_case(tokens=5, heads=heads, keys=keys, dtype=dtype, rows=3000)
+        # Queries as a batched product leaves them, and at a stride that no vector of elements fits.
+        nope = case.q[..., :512].transpose(0, 1).contiguous().transpose(0, 1).cuda()
+        rope = torch.cat((case.q[..., 511:], case.q[..., 512:]), dim=-1).cuda()[..., 1:65]
+        counts = torch.tensor([keys, keys, keys // 3, 0, keys + 9], dtype=torch.int32)
+        cut = case.slots.clone()
+        poison = int(case.rows.isnan().any(1).nonzero()[0])
+        for t in (2, 3):
+            cut[t, counts[t] :] = -1
+            case.slots[t, counts[t] :] = poison
+        rows = reference.pack_fp8_ds_mla(case.rows) if packed else case.rows
+        plain = reference.unpack_fp8_ds_mla(rows) if packed else rows
+        expected, expected_lse = reference.sparse_mla(case.q, plain, cut, 0.06)
+        out, lse = torch.full((5, heads, 512), torch.nan, dtype=dtype).cuda(), torch.full((5, heads), torch.nan).cuda()
+        scratch = torch.full((5 * heads * splits * 513,), torch.nan).cuda()
+        q, slots = (nope, rope), case.slots.cuda()
+        config = SparseConfig(next(b for b in (8, 16, 32, 64) if b >= min(heads, 64)), 64, 4, 2, 1, wgmma=1)
+        sparse_mla_fwd(q, rows.cuda(), slots, counts.cuda(), 0.06, out, lse, scratch, config, splits)
+        assert_close(out.cpu(), expected, limit=5e-3)
+        assert_close(lse.cpu(), expected_lse, limit=2e-3)
+        assert torch.equal(out[3].cpu(), torch.zeros(heads, 512, dtype=dtype))
+
+    def test_the_table_takes_it_for_many_heads(self) -> None:
+        of = gpu(torch.device("cuda"))
+        assert sparse_config(of, False, 64, 128).wgmma
+        assert not sparse_config(of, False, 8, 128).wgmma
 
 
 def test_rows_beyond_2_to_the_31_bytes_and_elements() -> None:
