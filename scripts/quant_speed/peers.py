@@ -18,10 +18,11 @@ class Plugin:
     """vllm-gguf-plugin with vLLM, both needed. It rounds activations to eight bits a block of 32."""
 
     def __init__(self) -> None:
-        import vllm._custom_ops  # noqa: F401  registers the operations that the plugin calls
+        import vllm._custom_ops as vllm_ops
         from vllm_gguf_plugin import ops
         from vllm_gguf_plugin.quantization import fused_moe
 
+        ops.moe_sum = vllm_ops.moe_sum  # the plugin's own call has the arguments of an older vLLM
         self._ops: Any = ops
         self._moe: Any = fused_moe._fused_moe_gguf
 
