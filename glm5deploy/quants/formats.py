@@ -14,7 +14,6 @@ from glm5deploy.errors import FileFormatError
 from glm5deploy.gguf_files.ggml_types import TYPES_BY_NAME, ggml_type
 
 SUPER = 256  # weights of a super-block
-TILE = 32  # weights that a kernel multiplies at a time; a super-block has eight such tiles
 
 
 class Scales(IntEnum):
