@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,19 @@ from typing import Any
 from glm5deploy.kernels.tuning import (
     FIRST_FP8_ARCH,
     SHARED_LIMIT,
-    SPARSE_TABLE,
     SPILL_LIMIT,
     Gpu,
+    SparseRow,
     family_of,
     paged_config,
     ragged_config,
+    sparse_rows,
 )
 
+# Of the smallest or the usual GPU of an architecture: few multiprocessors mean few splits.
+MULTIPROCESSORS = {80: 108, 86: 46, 89: 58, 90: 132, 100: 148, 120: 70, 121: 48}
+TOPK = 2048
+MOST_TOKENS = 16_384
 BF16, F32, I32, I64, U8, E4M3 = "*bf16", "*fp32", "*i32", "*i64", "*u8", "*fp8e4nv"
 
 
@@ -50,33 +56,53 @@ class Job:
 
 
 def sparse_jobs(arch: int, family: str) -> Iterator[Job]:
-    unlimited: set[tuple[bool, int]] = set()
-    for row in SPARSE_TABLE:
-        if family not in row.families or (row.packed, row.max_heads) in unlimited:
-            continue
-        config = row.config
-        last = row.max_tokens >= 1 << 30
-        if last:
-            unlimited.add((row.packed, row.max_heads))
-        types = {"q_nope": BF16, "q_rope": BF16, "rows": U8 if row.packed else BF16, "ropes": BF16, "slots": I32}
-        types |= {"scales": F32 if row.packed else BF16, "counts": I32, "lse": F32, "scale_log2": "fp32"}
-        constants = {"H": min(row.max_heads, 64) // (2 if row.max_heads == 16 else 1), "BH": config.block_heads}
-        constants |= {"BK": config.block_keys, "KV_FP8": row.packed, "ASM": row.packed, "HAS_COUNTS": True}
-        strides = ("stride_nope_t", "stride_nope_h", "stride_rope_t", "stride_rope_h")
-        split = not last or (row.packed and config.block_heads == 16)
-        yield Job(
-            "sparse_mla.sparse_mla_fwd_kernel",
-            arch,
-            config.warps,
-            config.stages,
-            types | {"out": F32 if split else BF16},
-            constants | {"SPLIT": split},
-            ("q_nope", "q_rope", "rows", "scales", "ropes", "out", "lse", *strides),
-            row.spill_limit,
-        )
+    """All that launches of few and of many heads choose, over every number of tokens and both caches."""
+    of = Gpu(arch, MULTIPROCESSORS[arch], family)
+    for packed, heads in product((False, True), (8, 16, 64) if arch == 90 else (8, 64)):
+        rows = sparse_rows(of, packed, heads)
+        reached: dict[tuple[SparseRow, bool], None] = {}
+        for tokens in range(1, MOST_TOKENS + 1):
+            row = next(row for row in rows if tokens <= row.max_tokens)
+            reached[row, row.config.splits(tokens, heads, TOPK, of.multiprocessors) > 1] = None
+        for row, split in reached:
+            yield hopper_job(row, split) if row.config.wgmma else sparse_job(arch, row, heads, split)
     for splits, dims in ((8, 128), (8, 512), (32, 128), (64, 128)):
         types = {"partial": F32, "partial_lse": F32, "out": BF16, "lse": F32}
         yield Job("sparse_mla.combine_splits_kernel", arch, 4, 3, types, {"BS": splits, "BD": dims}, ("partial", "out"))
+
+
+def sparse_job(arch: int, row: SparseRow, heads: int, split: bool) -> Job:
+    types = {"q_nope": BF16, "q_rope": BF16, "rows": U8 if row.packed else BF16, "ropes": BF16, "slots": I32}
+    types |= {"scales": F32 if row.packed else BF16, "counts": I32, "lse": F32, "scale_log2": "fp32"}
+    constants = {"H": heads, "BH": row.config.block_heads, "BK": row.config.block_keys, "SPLIT": split}
+    constants |= {"KV_FP8": row.packed, "ASM": row.packed, "HAS_COUNTS": True}
+    strides = ("stride_nope_t", "stride_nope_h", "stride_rope_t", "stride_rope_h")
+    return Job(
+        "sparse_mla.sparse_mla_fwd_kernel",
+        arch,
+        row.config.warps,
+        row.config.stages,
+        types | {"out": F32 if split else BF16},
+        constants,
+        ("q_nope", "q_rope", "rows", "scales", "ropes", "out", "lse", *strides),
+        row.spill_limit,
+    )
+
+
+def hopper_job(row: SparseRow, split: bool) -> Job:
+    types = {"q_nope": BF16, "q_rope": BF16, "rows": U8 if row.packed else BF16, "slots": I32, "counts": I32}
+    types |= {"lse": F32, "scale_log2": "fp32"}
+    aligned = ("q_nope", "q_rope", "rows", "out", "lse", "stride_nope_t", "stride_nope_h")
+    return Job(
+        "sparse_mla_hopper.sparse_mla_hopper_kernel",
+        90,
+        row.config.warps,
+        row.config.stages,
+        types | {"out": F32 if split else BF16},
+        {"H": 64, "BH": row.config.block_heads, "SPLIT": split, "KV_FP8": row.packed, "HAS_COUNTS": True},
+        (*aligned, "stride_rope_t", "stride_rope_h"),
+        row.spill_limit,
+    )
 
 
 def indexer_jobs(arch: int, family: str) -> Iterator[Job]:
@@ -191,12 +217,13 @@ def compile_one(job: Job) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module, name = job.kernel.split(".")
     kernel = getattr(import_module(f"glm5deploy.kernels.{module}"), name)
     names = kernel.arg_names
     signature = {n: "constexpr" if n in job.constants else job.types.get(n, "i32") for n in names}
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         signature,
         {(names.index(n),): value for n, value in job.constants.items()},
