@@ -38,15 +38,17 @@ def _pointers(planes: Planes) -> tuple[torch.Tensor, ...]:
     return low, *(low if t is None else t for t in (planes.high, planes.words, planes.halves))
 
 
-def _stream_tickets(count: int, device: torch.device) -> torch.Tensor:
-    """``count`` counters of the current stream, which every kernel leaves zeroed.
-
-    They are made before any capture: zeroing that a graph has recorded happens at its replay only.
-    """
-    if device not in _tickets:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a device's first product cannot be captured in a CUDA graph")
+def _prepare_tickets(device: torch.device) -> None:
+    """Make the counters of all streams; not in a capture, where zeroing would happen at the graph's replay only."""
+    if device not in _tickets and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         _tickets[device] = torch.zeros((STREAMS, TICKETS), dtype=torch.int32, device=device), {}
+
+
+def _stream_tickets(count: int, device: torch.device) -> torch.Tensor:
+    """``count`` counters of the current stream, which every kernel leaves zeroed."""
+    _prepare_tickets(device)
+    if device not in _tickets:
+        raise RuntimeError("a device's first product cannot be captured in a CUDA graph")
     counters, places = _tickets[device]
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     place = places.setdefault(stream, len(places))
@@ -61,6 +63,7 @@ def _part_memory(
     parts: int, rows: int, width: int, tiles: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 [parts, rows, width] and counters for ``tiles`` tiles; nothing where a program sums all of K."""
+    _prepare_tickets(device)
     if parts == 1:
         return torch.empty(0, device=device), torch.empty(0, dtype=torch.int32, device=device)
     return torch.empty((parts, rows, width), dtype=torch.float32, device=device), _stream_tickets(tiles, device)
