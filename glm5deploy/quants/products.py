@@ -42,6 +42,8 @@ def _prepare_tickets(device: torch.device) -> None:
     """Make the counters of all streams; not in a capture, where zeroing would happen at the graph's replay only."""
     if device not in _tickets and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         _tickets[device] = torch.zeros((STREAMS, TICKETS), dtype=torch.int32, device=device), {}
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # other streams do not wait for this one's zeros
 
 
 def _stream_tickets(count: int, device: torch.device) -> torch.Tensor:
