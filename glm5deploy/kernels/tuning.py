@@ -85,23 +85,27 @@ class Gpu:
 
 
 # Measured on an H200 (docs/benchmarks/kernels.md); the other families take the rows that fit their shared memory.
-_WGMMA = {heads: SparseConfig(heads, 64, 4, 2, 1, wgmma=1) for heads in (8, 16, 32)}
+_WGMMA = {heads: SparseConfig(heads, 64, 4, 2, 1, wgmma=1) for heads in (8, 16, 32, 64)}
 SPARSE_TABLE: tuple[SparseRow, ...] = (
-    SparseRow(("sm90",), False, 8, 512, _WGMMA[8]),
-    SparseRow(("sm90",), False, 16, 512, _WGMMA[16]),
+    SparseRow(("sm90",), False, 8, 1024, _WGMMA[8]),
+    SparseRow(("sm90",), False, 16, 256, _WGMMA[16]),
     SparseRow(_ALL, False, 16, 2, SparseConfig(16, 32, 4, 3, 1)),
     SparseRow(_ALL, False, 16, 16, SparseConfig(16, 64, 4, 2, 1)),
     SparseRow(_ALL, False, 16, 1024, SparseConfig(16, 64, 4, 2, 2)),
     SparseRow(_ALL, False, 16, _ANY, SparseConfig(16, 32, 2, 2, 4)),
+    SparseRow(("sm90",), False, _ANY, 4, _WGMMA[16]),
     SparseRow(("sm90",), False, 32, _ANY, _WGMMA[32]),
-    SparseRow(_ALL, False, _ANY, 4, SparseConfig(16, 64, 4, 2, 2)),
-    SparseRow(("sm90",), False, _ANY, _ANY, _WGMMA[32]),
+    SparseRow(("sm90",), False, _ANY, 16, _WGMMA[32]),
+    SparseRow(("sm90",), False, _ANY, _ANY, _WGMMA[64]),
     SparseRow(_ALL, False, _ANY, 32, SparseConfig(16, 64, 4, 2, 2)),
     SparseRow(_LARGE, False, _ANY, _ANY, SparseConfig(32, 64, 4, 2, 2), 256),
     SparseRow(("small",), False, _ANY, _ANY, SparseConfig(32, 32, 4, 2, 1)),
     SparseRow(("sm90",), True, 8, _ANY, _WGMMA[8]),
     SparseRow(("sm90",), True, 16, _ANY, _WGMMA[16]),
-    SparseRow(("sm90",), True, _ANY, _ANY, _WGMMA[32]),
+    SparseRow(("sm90",), True, _ANY, 4, _WGMMA[16]),
+    SparseRow(("sm90",), True, 32, _ANY, _WGMMA[32]),
+    SparseRow(("sm90",), True, _ANY, 16, _WGMMA[32]),
+    SparseRow(("sm90",), True, _ANY, _ANY, _WGMMA[64], 256),
     SparseRow(_ALL, True, 16, 2, SparseConfig(16, 32, 4, 3, 1)),
     SparseRow(_ALL, True, 16, _ANY, SparseConfig(16, 32, 4, 2, 2)),
     SparseRow(("sm90",), True, _ANY, _ANY, SparseConfig(64, 32, 8, 2, 1), 640),
