@@ -33,7 +33,8 @@ def sparse_mla_fwd(
     Args:
         q: [T, H, 576], or the pair [T, H, 512] and [T, H, 64]; bf16 or fp16, unit stride in the last dimension.
         rows: the latent cache as rows [N, 576] of q's type, or packed uint8 [N, 656] (`fp8_ds_mla`, its RoPE
-            part bf16 whatever q's type is); contiguous rows. Rows that no slot names may hold anything.
+            part bf16 whatever q's type is); contiguous rows, the first at a multiple of 16 bytes. Rows that no slot
+            names may hold anything.
         slots: int32 [T, K], physical rows, -1 for none.
         counts: int32 [T]; entries of slots[t] from counts[t] on are not looked at. None: all K are.
         scale: factor on the scores.
@@ -73,6 +74,7 @@ def sparse_mla_fwd(
     constants |= {"HAS_COUNTS": counts is not None, "num_warps": config.warps}
     grid = (triton.cdiv(heads, config.block_heads), tokens, splits)
     if config.wgmma:
+        require(rows.data_ptr() % 16 == 0, "rows must begin at a multiple of 16 bytes")
         from glm5deploy.kernels.sparse_mla_hopper import sparse_mla_hopper_kernel  # needs Gluon: `tuning.wgmma_ready`
 
         sparse_mla_hopper_kernel[grid](nope, rope, rows, *inputs, *strides, **constants)
