@@ -227,6 +227,7 @@ def paged_logits(
         return logits
     next_n = tokens // requests
     require(tokens == requests * next_n, f"{tokens} query rows are no multiple of {requests} requests")
+    require(lengths.shape == (tokens,) and lengths.is_contiguous(), f"lengths must be [{tokens}], contiguous")
     fp8 = q.dtype == _FP8
     of = gpu(q.device)
     config = paged_config(of, fp8) if config is None else config

@@ -148,7 +148,8 @@ def _scores(serving: Serving, device: torch.device) -> Iterator[Launch]:
     def paged(next_n: int) -> None:
         values, weights = queries(next_n)
         scores = torch.zeros((next_n, 16), device=device)
-        paged_logits(values, cache, weights, ones.expand(next_n), table, scores)
+        lengths = torch.ones(next_n, dtype=torch.int32, device=device)
+        paged_logits(values, cache, weights, lengths, table, scores)
 
     yield Launch(("prefill scores",), ragged)
     for next_n in sorted({triton.next_power_of_2(n) for n in range(1, serving.max_next_n + 1)}):
