@@ -21,8 +21,6 @@ MAX_K = 4096
 MAX_PARTS = 32
 # Rows that several programs may share: with more of them the GPU is busy anyway.
 MOST_SHARED_ROWS = 512
-# Whether first rounds are made for scores around 1 (`topk_device.kth_key`).
-SCORES = False
 # Columns of a row that a warp holds.
 _WARP_COLUMNS = 512
 # Of a thread, so that two programs of eight warps share a multiprocessor.
@@ -138,7 +136,6 @@ def select_topk(
             out.stride(0),
             HAS_STARTS=starts is not None,
             WARPS=warps,
-            SCORES=SCORES,
             ASM=logits.is_cuda,
             num_warps=warps,
         )
@@ -169,7 +166,6 @@ def select_topk(
             HAS_STARTS=starts is not None,
             WARPS=config.part_warps,
             SAMPLE=config.part_sample(width),
-            SCORES=SCORES,
             ASM=logits.is_cuda,
             EARLY=early,
             num_warps=config.part_warps,
@@ -190,7 +186,6 @@ def select_topk(
         HAS_STARTS=starts is not None,
         WARPS=warps,
         SAMPLE=config.stream_sample,
-        SCORES=SCORES,
         PARTS=triton.next_power_of_2(parts) if parts > 1 else 0,
         LIST=entries,
         ASM=logits.is_cuda,

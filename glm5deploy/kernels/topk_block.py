@@ -32,7 +32,6 @@ def topk_block_kernel(
     stride_topk,
     HAS_STARTS: tl.constexpr,
     WARPS: tl.constexpr,  # of this launch
-    SCORES: tl.constexpr,  # see kth_key
     ASM: tl.constexpr,
 ):
     i_t = tl.program_id(0).to(tl.int64)
@@ -49,7 +48,7 @@ def topk_block_kernel(
     o_c -= before
     b_key = tl.where((o_c >= 0) & (o_c < width), b_key, NO_KEY)
     high, least = tl.full((), MOST_KEY, tl.int32), tl.full((), LEAST_KEY, tl.int32)
-    b_key, low = select_keys(b_key, width, high, least, k, WARPS, SCORES)
+    b_key, low = select_keys(b_key, width, high, least, k, WARPS, LOG_BINS=9)
     o_out, _count = exclusive_count((b_key > low).to(tl.int32), WARPS)
     p_top = topk + i_t * stride_topk
     scatter(p_top, o_out, o_c, b_key, low, ASM)

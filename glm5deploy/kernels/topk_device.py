@@ -55,29 +55,17 @@ def _find_bin(b_bin, m_bin, above, k, slack, LOG_BINS: tl.constexpr):
 
 
 @triton.jit
-def kth_key(b_key, high, least, k, slack, SCORES: tl.constexpr):
+def kth_key(b_key, high, least, k, slack, LOG_BINS: tl.constexpr):
     """low, above: of the keys `above` are higher than low, and with those that equal low there are k or more.
 
     Or, found earlier: `above` is negative, and between k and k + slack keys are low or more.
 
     b_key int32 [N] holds at least k keys of least .. high, N < 2^14, and elsewhere lower numbers. Each round counts the
-    keys of a range in bins and goes on with the bin that the k-th largest is in. With SCORES, for any keys but made for
-    scores around 1, the first round has eight bins for each power of two from 2^-15 to 2^16.
+    keys of a range in 2^LOG_BINS bins and goes on with the bin that the k-th largest is in.
     """
-    LOG_BINS: tl.constexpr = 9 if SCORES else 8
     above = 0
     done = 0
     shift = 1
-    if SCORES:
-        # Sign, exponent and three bits of the mantissa: bins 0 .. 247 for numbers above 0, 511 down to 264 below, where
-        # the outermost bins and those next to 0 hold what lies beyond as well. NO_KEY is in the last one.
-        b_sign = b_key >> 31
-        b_size = tl.minimum(tl.maximum(1143 - ((b_key ^ b_sign) >> 20), 0), 247)
-        everywhere = b_sign <= 0
-        bin, above, done = _find_bin(b_size ^ (b_sign & 511), everywhere, 0, k, slack, LOG_BINS)
-        upper = tl.where(bin < 256, 1143 - bin, -633 - bin) << 20
-        high = tl.where(bin == 0, high, tl.where(bin == 264, -1, upper + 0xFFFFF))
-        least = tl.where(bin == 511, least, tl.where(bin == 247, 0, upper))
     span = tl.sub(high, least, sanitize_overflow=False).to(tl.uint32, bitcast=True)
     while (shift > 0) & (done == 0):
         # Bits of span minus those of a bin's number; rounding up to a power of two costs half of the bins at worst.
@@ -117,7 +105,7 @@ def exclusive_count(b_flag, WARPS: tl.constexpr):
 
 
 @triton.jit
-def select_keys(b_key, held, high, least, k, WARPS: tl.constexpr, SCORES: tl.constexpr):
+def select_keys(b_key, held, high, least, k, WARPS: tl.constexpr, LOG_BINS: tl.constexpr):
     """Keys and a number that exactly the k best of a block's `held` keys exceed; of equal ones the first are taken.
 
     All held keys are in least .. high. With no more than k of them all are taken.
@@ -125,7 +113,7 @@ def select_keys(b_key, held, high, least, k, WARPS: tl.constexpr, SCORES: tl.con
     low = LEAST_KEY - 1
     above = -1
     if held > k:
-        low, above = kth_key(tl.reshape(b_key, [512 * WARPS]), high, least, k, 0, SCORES)
+        low, above = kth_key(tl.reshape(b_key, [512 * WARPS]), high, least, k, 0, LOG_BINS)
         low -= 1
     if above >= 0:
         b_before, _count = exclusive_count((b_key == low + 1).to(tl.int32), WARPS)

@@ -27,7 +27,7 @@ from glm5deploy.kernels.topk_device import (
 
 
 @triton.jit
-def sample_threshold(p_row, width, k, SAMPLE: tl.constexpr, SCORES: tl.constexpr):
+def sample_threshold(p_row, width, k, SAMPLE: tl.constexpr):
     """A key that more than k of the row's `width` columns very likely reach, or LEAST_KEY; width >= SAMPLE.
 
     Looks at SAMPLE columns, eight neighbours at a time (a sector of memory), spread evenly over the row.
@@ -42,7 +42,7 @@ def sample_threshold(p_row, width, k, SAMPLE: tl.constexpr, SCORES: tl.constexpr
     rank = (mean + 4.0 * tl.sqrt(mean)).to(tl.int32) + 4
     least = tl.full((), LEAST_KEY, tl.int32)
     if rank < SAMPLE:
-        least, _above = kth_key(b_key, tl.full((), MOST_KEY, tl.int32), least, rank, rank // 16, SCORES)
+        least, _above = kth_key(b_key, tl.full((), MOST_KEY, tl.int32), least, rank, rank // 16, LOG_BINS=8)
     return least
 
 
@@ -92,7 +92,6 @@ def topk_parts_kernel(
     HAS_STARTS: tl.constexpr,
     WARPS: tl.constexpr,  # of this launch
     SAMPLE: tl.constexpr,
-    SCORES: tl.constexpr,  # see kth_key
     ASM: tl.constexpr,
     EARLY: tl.constexpr,  # the next kernel may start while this one runs
 ):
@@ -116,7 +115,7 @@ def topk_parts_kernel(
     if column < end:
         least = tl.full((), LEAST_KEY, tl.int32)
         if width > SIZE:
-            least = sample_threshold(logits + o_row + before, width, k, SAMPLE, SCORES)
+            least = sample_threshold(logits + o_row + before, width, k, SAMPLE)
         reach = key_value(least)
         b_next = load_columns(logits + o_row, column, before, width, WARPS)
         while column < end:
@@ -146,7 +145,6 @@ def topk_stream_kernel(
     HAS_STARTS: tl.constexpr,
     WARPS: tl.constexpr,  # of this launch
     SAMPLE: tl.constexpr,
-    SCORES: tl.constexpr,  # see kth_key
     PARTS: tl.constexpr,  # 0, or a power of two that is at least `parts`
     LIST: tl.constexpr,  # entries of a part's list
     ASM: tl.constexpr,
@@ -186,7 +184,7 @@ def topk_stream_kernel(
             held = total
             column = (before + width + 3) // 4 * 4
     if (column == 0) & (width > SIZE):
-        least = sample_threshold(logits + o_row + before, width, k, SAMPLE, SCORES)
+        least = sample_threshold(logits + o_row + before, width, k, SAMPLE)
     next_key = least  # the least key that may still be listed
     pending = 1
     while pending == 1:
@@ -218,7 +216,7 @@ def topk_stream_kernel(
             b_position = (b_pair >> 32).to(tl.int32)
             b_key = tl.where(o_c < held, ordered_key(b_x), NO_KEY)
             high = tl.max(tl.reshape(b_key, [SIZE]), axis=0)
-            b_key, low = select_keys(b_key, held, high, least, k, WARPS, False)
+            b_key, low = select_keys(b_key, held, high, least, k, WARPS, LOG_BINS=8)
             b_out, _count = exclusive_count((b_key > low).to(tl.int32), WARPS)
             if fits == 0:
                 b_x = tl.where(b_key > low, b_x, float("nan"))

@@ -160,7 +160,7 @@ def selection_jobs(arch: int) -> Iterator[Job]:
     config = topk.topk_config(2048)
     types = {"logits": F32, "starts": I32, "lengths": I32, "counts": I32, "topk": I32}
     types |= {"lists": "*i64", "held_pairs": "*i64"}
-    constants: dict[str, Any] = {"HAS_STARTS": False, "SCORES": topk.SCORES, "ASM": True}
+    constants: dict[str, Any] = {"HAS_STARTS": False, "ASM": True}
     warps = config.block_warps[-1]
     yield Job("topk_block.topk_block_kernel", arch, warps, 3, types, constants | {"WARPS": warps}, ("logits",))
     early = arch >= topk.FIRST_EARLY_ARCH
