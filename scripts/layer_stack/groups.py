@@ -28,15 +28,22 @@ _FILES = {
     "unpack": LINEAR,
     "moe_kernel": MOE,
     "sparse_mla": ATTENTION,
+    "sparse_mla_hopper": ATTENTION,
     "indexer_logits": LOGITS,
     "topk": TOPK,
+    "topk_block": TOPK,
+    "topk_device": TOPK,
+    "topk_stream": TOPK,
     "index_cache": CACHES,
     "latent_cache": CACHES,
     "slots": CACHES,
 }
 # Everybody else's, first match counts.
 _PATTERNS = (
-    (ROUTER, r"LLFp32|fp32w|grouped_topk|topk_?sigmoid|topkGating|topk_softmax|moe_.*topk|fused_topk|router"),
+    (
+        ROUTER,
+        r"LLFp32|fp32w|grouped_topk|single_group_topk|topk_?sigmoid|topkGating|topk_softmax|moe_.*topk|fused_topk|router",
+    ),
     (
         SAMPLER,
         r"gumbel|sample|top_?p|softmax|argmax|min_p|penalt|logit|exponential|prepare_|_input|seq_lens|block_table",

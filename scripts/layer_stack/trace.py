@@ -122,13 +122,23 @@ def steps_of(events: Sequence[dict[str, Any]], mark: str = _MARK, skip: int = 0)
 
 
 def _spans(events: Iterable[dict[str, Any]], mark: str) -> list[tuple[float, float]]:
-    """Begin and end of every marked step that another step follows."""
+    """Begin and end of every marked step that another step follows.
+
+    A step that uses several streams is marked on each, on a second stream once for every stretch of work there. All
+    lie within the first stream's mark, so only marks that begin after the one before has ended count.
+    """
     marks = sorted(
-        (float(e["ts"]), str(e["name"]))
+        (float(e["ts"]), -float(e["dur"]), str(e["name"]))
         for e in events
         if e.get("cat") == "gpu_user_annotation" and e["name"].startswith(_MARK)
     )
-    return [(at, after) for (at, name), (after, _) in pairwise(marks) if name.startswith(mark)]
+    whole: list[tuple[float, str]] = []
+    until = float("-inf")
+    for at, minus, name in marks:
+        if at >= until:
+            whole.append((at, name))
+            until = at - minus
+    return [(at, after) for (at, name), (after, _) in pairwise(whole) if name.startswith(mark)]
 
 
 def _union(kernels: Sequence[Kernel]) -> float:

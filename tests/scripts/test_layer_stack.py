@@ -239,6 +239,20 @@ def test_a_step_is_broken_down(tmp_path: Path) -> None:
     assert [line.split()[:3] for line in report.sequence(last)][2] == ["35.0", "5.0", "12.00"]
 
 
+def test_a_step_on_two_streams_is_one_step() -> None:
+    """As torch marks it: the second stream's stretches of work once each, inside the first stream's mark."""
+    events = []
+    for i in range(4):
+        at, name = 1000.0 + 100 * i, "execute_context_0(0)_generation_1(1)"
+        marks = [(at, 95.0, 7), (at, 20.0, 13), (at + 30, 20.0, 13), (at + 60, 20.0, 13)]
+        for start, length, stream in marks:
+            events.append(event("gpu_user_annotation", name, start, length) | {"tid": stream})
+        events += [event("kernel", "gate_up_kernel", at, 40), event("kernel", "linear_kernel", at + 30, 50)]
+    found = trace.breakdown(events, "execute_context_0(0)_generation_1(", skip=1)
+    assert (found.steps, found.step_us, found.busy_us, found.launches) == (2, 100, 80, 2)
+    assert sum(share.us for share in found.kernels) == 90
+
+
 def test_a_trace_without_what_is_asked_is_refused() -> None:
     with pytest.raises(ValueError, match="no GPU kernels"):
         trace.breakdown([event("cpu_op", "aten::mm", 1, 1)])
