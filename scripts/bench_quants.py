@@ -31,11 +31,11 @@ def timed(calls: Calls) -> float:
 
 
 def timed_peer(calls: Calls, expected: torch.Tensor) -> tuple[float | None, float | None]:
-    """Time and error of a peer; a kernel that does not run is said and left out."""
+    """Time and error of a peer; one that does not run, or fits another vLLM than the one here, is said and left out."""
     try:
         return timed(calls), cases.error(calls[0](), expected)
-    except RuntimeError as problem:
-        print(f"the plugin failed: {str(problem).splitlines()[0][:200]}")
+    except (RuntimeError, TypeError, AttributeError) as problem:
+        print(f"the plugin failed: {str(problem)[:200]}")
         return None, None
 
 
@@ -120,13 +120,13 @@ def main() -> int:
         found = job()
         print("\n".join(line(row, plugin is not None) for row in found if row.ours is not None), flush=True)
         rows += found
+        if args.out:  # after every product, for a run may be cut off
+            figures = {"gpu": torch.cuda.get_device_name(), "types": types, "rows": as_json(rows)}
+            args.out.write_text(json.dumps(figures, indent=1))
     if args.sweep:
         for shape in cases.LINEAR_SHAPES:
             for tokens in (1, 16, 64):
                 print("\n".join(sweep.sweep_linear("Q4_K", *shape, tokens)), flush=True)
-    if args.out:
-        figures = {"gpu": torch.cuda.get_device_name(), "types": types, "rows": as_json(rows)}
-        args.out.write_text(json.dumps(figures, indent=1))
     worst = max(row.error for row in rows)
     print(f"worst error of {len(rows)} cases: {worst:.2e}; done in {time.monotonic() - began:.0f} s")
     print("missed:", "; ".join(f"{r.what} {r.tokens}: {', '.join(r.missed)}" for r in rows if r.missed) or "nothing")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 TOGETHER = frozenset({9, 10})  # major compute capabilities whose four warps multiply a tile together (wgmma, tcgen05)
 DENSE_TOKENS = 65  # from here on, weights are unpacked to bf16 once and multiplied by cuBLAS
-SEARCH_PAIRS = 128  # up to here, programs find their expert's pairs themselves
+SEARCH_PAIRS = 128  # up to here, programs find their expert's pairs themselves; a power of two
 PART_STEPS = 0.75  # what adding up the parts of one more program on every multiprocessor costs
 
 

@@ -22,8 +22,8 @@ from glm5deploy.quants.planes import Planes
 DENSE_CHUNK_BYTES = 64 << 20  # of bf16 weights unpacked at a time for cuBLAS
 EXACT_TERMS = 1024  # up to so many pairs a token's terms are kept in fp32, then in the activations' type
 SUM_SPAN = 512  # outputs that a program of the sum over a token's experts takes
-TICKETS = 1 << 16  # tiles of one launch that parts of K can be counted at
-STREAMS = 16  # of one process that products run on
+TICKETS = 1 << 14  # tiles of one launch that parts of K can be counted at
+STREAMS = 128  # of one process that products run on: more than torch deals out
 _tickets: dict[torch.device, tuple[torch.Tensor, dict[int, int]]] = {}
 
 
@@ -168,7 +168,7 @@ def _moe_launch(
         launch.gate_up_launch(pairs, experts, gate.rows, gate.supers, processors),
         launch.down_launch(pairs, experts, down.rows, processors),
     )
-    search = 1 if tokens == 1 else triton.next_power_of_2(pairs) if pairs <= launch.SEARCH_PAIRS else 0
+    search = 1 if tokens == 1 else launch.SEARCH_PAIRS if pairs <= launch.SEARCH_PAIRS else 0
     return _MoeLaunch(a, b, search, pairs <= EXACT_TERMS)
 
 

@@ -73,7 +73,7 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
         constants |= {"FMT": kernel_format(FORMATS[names[0]])}
     else:
         pairs = 8 * tokens
-        search = 1 if tokens == 1 else triton.next_power_of_2(pairs) if pairs <= launch.SEARCH_PAIRS else 0
+        search = 1 if tokens == 1 else launch.SEARCH_PAIRS if pairs <= launch.SEARCH_PAIRS else 0
         constants |= {"PAIRS": search}
         if kind == "gate_up":
             c = launch.gate_up_launch(pairs, 256, 256, 24, PROCESSORS)
