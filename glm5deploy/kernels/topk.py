@@ -36,15 +36,19 @@ class TopkConfig:
     block_warps: tuple[int, ...] = (8, 16)  # a row that fits one of these is held by one program
     stream_warps: int = 8  # one program a longer row
     part_warps: int = 8  # many programs a row
-    merge_warps: int = 8  # the one that then selects from their lists
-    stream_sample: int = 4096  # columns that set the first threshold
-    part_samples: tuple[int, ...] = (2048, 4096, 8192)  # the same, for rows of up to 32 times as many
+    merge_warps: tuple[int, int] = (8, 16)  # the one that then selects from their lists, of few rows and of more
+    few_rows: int = 8  # with more of them, a list that overflows and makes all wait is likely
+    samples: tuple[int, ...] = (
+        2048,
+        4096,
+        8192,
+    )  # columns that set the first threshold, of rows up to 32 times as long
     per_sm: int = 2  # programs a multiprocessor is meant to hold: the number of parts follows from it
     spared: int = 7  # blocks of columns that parts must spare a program to be worth a second launch
 
     def __post_init__(self) -> None:
         held = _WARP_COLUMNS * max(self.block_warps)
-        require(max(self.stream_sample, *self.part_samples) <= held, f"samples must not exceed {held} columns")
+        require(max(self.samples) <= held, f"samples must not exceed {held} columns")
 
     def block(self, width: int) -> int:
         """Warps of a program that holds a whole row of `width` columns, 0 when none does."""
@@ -57,13 +61,17 @@ class TopkConfig:
         each = triton.cdiv(blocks, max(1, min(MAX_PARTS, programs // max(1, rows))))
         return (triton.cdiv(blocks, each), each) if blocks - each >= self.spared else (1, blocks)
 
-    def part_sample(self, width: int) -> int:
-        """Columns that the parts of a row of `width` look at."""
-        return next((sample for sample in self.part_samples if width <= 32 * sample), self.part_samples[-1])
+    def merge(self, rows: int) -> int:
+        """Warps of the program that selects from the lists of a row's parts."""
+        return self.merge_warps[rows > self.few_rows]
+
+    def sample(self, width: int) -> int:
+        """Columns that set the threshold of a row of `width`."""
+        return next((sample for sample in self.samples if width <= 32 * sample), self.samples[-1])
 
 
 # Measured on an H200 (docs/benchmarks/kernels.md); by whether k is at most 2048.
-_CONFIGS = {True: TopkConfig(), False: TopkConfig(stream_warps=16, merge_warps=16)}
+_CONFIGS = {True: TopkConfig(), False: TopkConfig(stream_warps=16, merge_warps=(16, 16))}
 
 
 def topk_config(k: int) -> TopkConfig:
@@ -76,14 +84,16 @@ def _width(stride: int, max_length: int, has_starts: bool) -> int:
     return max_length if stride % 4 == 0 and not has_starts else max_length + 3
 
 
-def topk_variant(rows: int, max_length: int, k: int, stride: int, of: Gpu) -> tuple[str, int, int]:
+def topk_variant(rows: int, max_length: int, k: int, stride: int, of: Gpu) -> tuple[str, int, int, int]:
     """What `select_topk` launches on a GPU: launches with the same value share every compiled variant."""
     config = topk_config(k)
     width = _width(stride, max_length, has_starts=False)
     if warps := config.block(width):
-        return "block", warps, 0
+        return "block", warps, 0, 0
     parts, _ = config.parts(rows, width, of.multiprocessors)
-    return ("parts", triton.next_power_of_2(parts), config.part_sample(width)) if parts > 1 else ("stream", 0, 0)
+    if parts == 1:
+        return "stream", config.stream_warps, config.sample(width), 0
+    return "parts", config.merge(rows), config.sample(width), triton.next_power_of_2(parts)
 
 
 def topk_workspace_elements(rows: int, max_length: int, k: int, config: TopkConfig | None = None) -> int:
@@ -93,7 +103,7 @@ def topk_workspace_elements(rows: int, max_length: int, k: int, config: TopkConf
         return 0
     # Pairs of int32: a row's list, and those of its parts; behind them a count for each part.
     lists = min(rows * MAX_PARTS, MOST_SHARED_ROWS)
-    held = rows * max(config.stream_warps, config.merge_warps)
+    held = max(rows * config.stream_warps, min(rows, MOST_SHARED_ROWS) * max(config.merge_warps))
     return 2 * _WARP_COLUMNS * (held + lists * config.part_warps) + lists
 
 
@@ -142,7 +152,7 @@ def select_topk(
         return out
     of = gpu(logits.device)
     parts, each = config.parts(rows, width, of.multiprocessors)
-    warps = config.stream_warps if parts == 1 else config.merge_warps
+    warps = config.stream_warps if parts == 1 else config.merge(rows)
     require(k < _WARP_COLUMNS * warps, f"k must be less than {_WARP_COLUMNS * warps} with this configuration, got {k}")
     needed = topk_workspace_elements(rows, max_length, k, config)
     if workspace is None or workspace.numel() < needed:
@@ -165,7 +175,7 @@ def select_topk(
             logits.stride(0),
             HAS_STARTS=starts is not None,
             WARPS=config.part_warps,
-            SAMPLE=config.part_sample(width),
+            SAMPLE=config.sample(width),
             ASM=logits.is_cuda,
             EARLY=early,
             num_warps=config.part_warps,
@@ -185,7 +195,7 @@ def select_topk(
         out.stride(0),
         HAS_STARTS=starts is not None,
         WARPS=warps,
-        SAMPLE=config.stream_sample,
+        SAMPLE=config.sample(width) if parts == 1 else config.samples[0],
         PARTS=triton.next_power_of_2(parts) if parts > 1 else 0,
         LIST=entries,
         ASM=logits.is_cuda,

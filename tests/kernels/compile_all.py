@@ -165,7 +165,7 @@ def selection_jobs(arch: int) -> Iterator[Job]:
     yield Job("topk_block.topk_block_kernel", arch, warps, 3, types, constants | {"WARPS": warps}, ("logits",))
     early = arch >= topk.FIRST_EARLY_ARCH
     aligned = ("logits", "lists")
-    chosen = constants | {"WARPS": config.part_warps, "SAMPLE": config.part_samples[-1], "EARLY": early}
+    chosen = constants | {"WARPS": config.part_warps, "SAMPLE": config.samples[-1], "EARLY": early}
     yield Job(
         "topk_stream.topk_parts_kernel",
         arch,
@@ -177,8 +177,8 @@ def selection_jobs(arch: int) -> Iterator[Job]:
         registers=topk.STREAM_REGISTERS,
     )
     for parts in (0, topk.MAX_PARTS):
-        warps = config.merge_warps if parts else config.stream_warps
-        chosen = constants | {"WARPS": warps, "SAMPLE": config.stream_sample, "EARLY": early and parts > 0}
+        warps = config.merge_warps[-1] if parts else config.stream_warps
+        chosen = constants | {"WARPS": warps, "SAMPLE": config.samples[0], "EARLY": early and parts > 0}
         chosen |= {"PARTS": parts, "LIST": 512 * config.part_warps}
         registers = None if parts else topk.STREAM_REGISTERS
         held = (*aligned, "held_pairs")

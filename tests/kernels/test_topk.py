@@ -13,7 +13,7 @@ from glm5deploy.kernels.tuning import Gpu
 from tests.kernels.topk_rows import awkward_rows
 
 # A program holds 512 columns, and the stand-in GPU four programs.
-SMALL = TopkConfig((1,), 1, 1, 1, stream_sample=128, part_samples=(64, 128), per_sm=8, spared=1)
+SMALL = TopkConfig((1,), 1, 1, (1, 2), few_rows=8, samples=(64, 128), per_sm=8, spared=1)
 ONE_PROGRAM = replace(SMALL, spared=1000)
 WIDTH = 3001
 
@@ -110,14 +110,14 @@ def test_the_largest_k() -> None:
 
 def test_variants_and_scratch_for_every_launch() -> None:
     of = Gpu(90, 132, "sm90")
-    assert topk_variant(1, 4096, 2048, 4096, of) == ("block", 8, 0)
-    assert topk_variant(1, 4095, 2048, 4095, of) == ("block", 16, 0)
-    assert topk_variant(2048, 8192, 2048, 8192, of) == ("block", 16, 0)
-    assert topk_variant(1, 8190, 2048, 8191, of) == ("stream", 0, 0)
-    assert topk_variant(1, 32_768, 2048, 32_768, of) == ("parts", 8, 2048)
-    assert topk_variant(3, 100_000, 2048, 100_001, of) == ("parts", 32, 4096)
-    assert topk_variant(64, 202_752, 2048, 202_752, of) == ("parts", 4, 8192)
-    assert topk_variant(2048, 131_072, 2048, 131_072, of) == ("stream", 0, 0)
+    assert topk_variant(1, 4096, 2048, 4096, of) == ("block", 8, 0, 0)
+    assert topk_variant(1, 4095, 2048, 4095, of) == ("block", 16, 0, 0)
+    assert topk_variant(2048, 8192, 2048, 8192, of) == ("block", 16, 0, 0)
+    assert topk_variant(1, 8190, 2048, 8191, of) == ("stream", 8, 2048, 0)
+    assert topk_variant(1, 32_768, 2048, 32_768, of) == ("parts", 8, 2048, 8)
+    assert topk_variant(3, 100_000, 2048, 100_001, of) == ("parts", 8, 4096, 32)
+    assert topk_variant(64, 202_752, 2048, 202_752, of) == ("parts", 16, 8192, 4)
+    assert topk_variant(2048, 131_072, 2048, 131_072, of) == ("stream", 8, 4096, 0)
     for k in (1, 2048, 2049, 4096):
         held = topk_workspace_elements(2048, 131_072, k)
         assert all(topk_workspace_elements(rows, 8193, k) <= held for rows in range(1, 2049))
@@ -142,4 +142,4 @@ def test_limits_are_named() -> None:
     with pytest.raises(ValueError, match="fp32"):
         select_topk(torch.zeros(1, 64).double(), lengths, 20, 64, out)
     with pytest.raises(ValueError, match="sample"):
-        replace(SMALL, stream_sample=1024)
+        replace(SMALL, samples=(64, 1024))
