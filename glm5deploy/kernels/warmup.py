@@ -160,8 +160,10 @@ def _selection(serving: Serving, device: torch.device) -> Iterator[Launch]:
     of, k, longest = gpu(device), serving.topk, serving.max_length
 
     def select(rows: int, width: int) -> None:
-        # All rows are the same memory, of which nothing is read: none has columns.
-        logits = torch.zeros((1, width), device=device).expand(rows, width)
+        # All rows are the same memory, of which nothing is read: none has columns. None of them begins within 16 bytes
+        # either; where a step's do, up to three columns in front count as columns.
+        logits = torch.zeros((1, triton.cdiv(width, 4) * 4), device=device).expand(rows, -1)
+        width += 3 if width % 4 else 0
         lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         out = torch.empty((rows, k), dtype=torch.int32, device=device)
         workspace = torch.empty(topk_workspace_elements(rows, width, k), dtype=torch.int32, device=device)

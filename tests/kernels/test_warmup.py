@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from glm5deploy.kernels import warmup
 from glm5deploy.kernels.prepare import Launch, first_of_each, prepare
+from glm5deploy.kernels.topk import topk_variant
+from glm5deploy.kernels.tuning import Gpu
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +35,26 @@ def test_no_step_launches_what_warm_up_did_not(arch: int) -> None:
     assert found["missing"] == []
     assert found["noticed"], "a launch that warm-up leaves out must show"
     assert all("glm5deploy.kernels.topk" in line for line in found["noticed"])
+
+
+@pytest.mark.parametrize("longest", [4097, 8192, 8194, 65_539, 131_074])
+def test_selections_are_launched_as_their_variant_says(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rows of a step begin within 16 bytes, which those of the warm-up never do."""
+    of, k = Gpu(90, 132, "sm90"), 2048
+    launched: list[tuple[object, ...]] = []
+
+    def note(
+        logits: torch.Tensor, lengths: torch.Tensor, k: int, width: int, out: torch.Tensor, work: torch.Tensor
+    ) -> None:
+        launched.append(("selection", *topk_variant(logits.shape[0], width, k, logits.stride(0), of)))
+
+    monkeypatch.setattr(warmup, "gpu", lambda device: of)
+    monkeypatch.setattr(warmup, "select_topk", note)
+    serving = warmup.Serving(8, 32, k, 64, longest, 64, packed=False)
+    launches = list(warmup._selection(serving, torch.device("cpu")))
+    for launch in launches:
+        launch.call()
+    assert launched == [launch.variant for launch in launches]
 
 
 def test_one_number_stands_for_each_kind() -> None:
