@@ -112,9 +112,9 @@ def _pieces(run: Measuring, request: Request, held: Measured, sizes: cases.Sizes
         config: SparseConfig | None = run.best(f"attention, {tokens} tokens", case, candidates)
         if config is None:
             return
-        heads = triton.cdiv(request.heads, 16) * 16
         limit = limits.get(replace(config, per_sm=1), SPILL_LIMIT)
-        held = replace(held, rows=(*held.rows, SparseRow((of.family,), request.packed, heads, most, config, limit)))
+        row = SparseRow((of.family,), request.packed, request.heads, most, config, limit)
+        held = replace(held, rows=(*held.rows, row))
         yield held
     fp8 = of.arch >= FIRST_FP8_ARCH
     for name, ragged in (("ragged", True), ("paged", False)):

@@ -164,9 +164,8 @@ def sparse_config(of: Gpu, packed: bool, heads: int, tokens: int) -> SparseConfi
 
 def sparse_rows(of: Gpu, packed: bool, heads: int) -> list[SparseRow]:
     """The rows that can serve this many heads, in the order they are tried."""
-    blocks = triton.cdiv(heads, 16)
-    # Measured ones are for as many blocks of heads as they were measured with, the table's for any number.
-    rows = (*(row for row in measured(of).rows if triton.cdiv(row.max_heads, 16) == blocks), *SPARSE_TABLE)
+    # Measured ones are for the heads they were measured with alone, the table's for any number up to theirs.
+    rows = (*(row for row in measured(of).rows if row.max_heads == heads), *SPARSE_TABLE)
     able = [row for row in rows if of.family in row.families and (not row.config.wgmma or wgmma_ready(of))]
     return [row for row in able if row.packed == packed and heads <= row.max_heads]
 

@@ -81,7 +81,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 MINE = Gpu(90, 132, "sm90", "NVIDIA H200")
-ROW = SparseRow(("sm90",), False, 16, 4, SparseConfig(16, 128, 8, 2, 1))
+ROW = SparseRow(("sm90",), False, 8, 4, SparseConfig(16, 128, 8, 2, 1))
 RAGGED = LogitsConfig(8, 64, 8, 2, 4)
 
 
@@ -95,12 +95,13 @@ def test_measured_parameters_come_first(table: Path) -> None:
     assert tuning.paged_config(MINE, True) == tuning.PAGED_TABLE["sm90", True]
 
 
-def test_rows_of_few_heads_are_not_used_for_many(table: Path) -> None:
-    many = replace(ROW, max_heads=64)
-    table_file.save_table(table, MINE, Measured((many,)))
-    assert tuning.sparse_config(MINE, False, 8, 4) != ROW.config
-    assert tuning.sparse_config(MINE, False, 64, 4) == ROW.config
-    assert tuning.sparse_config(MINE, False, 33, 4) != ROW.config
+@pytest.mark.parametrize("measured", [8, 16, 64])
+def test_rows_are_used_for_the_heads_they_were_measured_with_alone(table: Path, measured: int) -> None:
+    table_file.save_table(table, MINE, Measured((replace(ROW, max_heads=measured),)))
+    used = [
+        heads for heads in (1, 4, 8, 16, 32, 33, 64, 128) if tuning.sparse_config(MINE, False, heads, 4) == ROW.config
+    ]
+    assert used == [measured]
 
 
 @pytest.mark.parametrize(
