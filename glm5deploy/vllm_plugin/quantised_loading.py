@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from glm5deploy.errors import DeployError
+from glm5deploy.errors import DeployError, UsageError
 from glm5deploy.glm_dsa.tensor_names import Placement
 from glm5deploy.glm_dsa.tensor_parallel import require_legal_tensor_parallel
 from glm5deploy.quants.formats import Scales
@@ -32,9 +32,15 @@ logger = logging.getLogger("vllm.glm5deploy")
 def building(vllm_config: Any, model_config: Any) -> AbstractContextManager[None]:
     """Check the file against the parallel layout; layers built in the returned context keep their weights quantised.
 
-    Raises :class:`UsageError` when a rank would get half a block, naming what works instead, and
-    :class:`FileFormatError` for a file that is incomplete or of types that nothing here reads.
+    Raises :class:`UsageError` when a rank would get half a block or activations are float16, naming what works instead,
+    and :class:`FileFormatError` for a file that is incomplete or of types that nothing here reads.
     """
+    if model_config.dtype == torch.float16:
+        # Codes of up to 8 bits are exact in bfloat16; float16 would take a slow path that nothing has been measured on.
+        raise UsageError(
+            "quantised weights are multiplied in bfloat16, not in float16",
+            hint="""Use --dtype bfloat16, or --model-loader-extra-config '{"weights": "dense"}' if memory holds it.""",
+        )
     files = ModelFiles.open(Path(model_config.model))
     draft = DRAFT_ARCHITECTURE in (getattr(model_config.hf_config, "architectures", None) or ())
     plan = files.plan(getattr(model_config.hf_config, "index_topk_pattern", None), use_mtp=draft)

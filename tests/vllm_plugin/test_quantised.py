@@ -203,6 +203,9 @@ def test_an_illegal_cut_is_refused_before_a_model_is_built(model_folder: Folder)
         assert "lm_head" in asked.quant_config.modules
     assert asked.quant_config is None
     assert list(asked.additional_config) == ["glm5_gguf"]
+    config.model_config.dtype = torch.float16
+    with pytest.raises(UsageError, match="in bfloat16, not in float16"):
+        building(asked, config.model_config)
 
 
 def test_a_type_of_a_fork_is_refused_by_name_before_anything_is_loaded(model_folder: Folder, tmp_path: Path) -> None:
