@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glm5deploy.demo.random_blocks import K_QUANTS, random_k_quants
-from glm5deploy.demo.tiny_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, TinyTokenizer, train
+from glm5deploy.demo.tiny_tokenizer import VOCAB_SIZE, TinyTokenizer, train
+from glm5deploy.demo.written_model import add_metadata, metadata_of, placements, required
 from glm5deploy.errors import DeployError
 from glm5deploy.glm_dsa.file_kind import ARCHITECTURE
-from glm5deploy.glm_dsa.hparams import Hparams, read_hparams
-from glm5deploy.glm_dsa.indexer_schedule import resolve_schedule
-from glm5deploy.glm_dsa.tensor_names import Placement, place, required_names
+from glm5deploy.glm_dsa.hparams import read_hparams
+from glm5deploy.glm_dsa.tensor_names import Placement
 
 if TYPE_CHECKING:
-    import gguf
     import numpy as np
     from numpy.typing import NDArray
 
@@ -108,7 +107,7 @@ def write_tiny_model(folder: Path, *, quant: str = QUANT) -> tuple[Path, ...]:
     writer = gguf.GGUFWriter(
         folder / f"{NAME}-{quant}.gguf", ARCHITECTURE, split_max_size=_SHARD_BYTES, small_first_shard=True
     )
-    _add_metadata(writer, tokenizer)
+    add_metadata(writer, "GLM Tiny Demo", _KEYS, _SCHEDULE, tokenizer)
     for placement in _placements():
         kind = _type_of(placement)
         data = _weights(placement, kind, tokenizer)
@@ -120,51 +119,10 @@ def write_tiny_model(folder: Path, *, quant: str = QUANT) -> tuple[Path, ...]:
     return tuple(sorted(folder.glob(f"{NAME}-{quant}-*-of-*.gguf")))
 
 
-def _add_metadata(writer: gguf.GGUFWriter, tokenizer: TinyTokenizer) -> None:
-    writer.add_type("model")
-    writer.add_name("GLM Tiny Demo")
-    writer.add_sampling_temp(1.0)
-    writer.add_sampling_top_p(0.95)
-    for name, value in _KEYS.items():
-        key = f"{ARCHITECTURE}.{name}"
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        else:
-            writer.add_float32(key, value)
-    writer.add_array(f"{ARCHITECTURE}.attention.indexer.types", list(_SCHEDULE))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("glm4")
-    writer.add_token_list(list(tokenizer.tokens))
-    writer.add_token_types(list(tokenizer.types))
-    writer.add_token_merges(list(tokenizer.merges))
-    writer.add_eos_token_id(tokenizer.id_of("<|endoftext|>"))
-    writer.add_eot_token_id(tokenizer.id_of("<|user|>"))
-    writer.add_eom_token_id(tokenizer.id_of("<|observation|>"))
-    writer.add_pad_token_id(tokenizer.id_of("<|endoftext|>"))
-    writer.add_chat_template(CHAT_TEMPLATE)
-    writer.add_quantization_version(2)
-    writer.add_file_type(15)
-
-
 def _placements() -> Iterator[Placement]:
-    metadata: dict[str, object] = {f"{ARCHITECTURE}.{name}": value for name, value in _KEYS.items()}
-    metadata |= {
-        "general.architecture": ARCHITECTURE,
-        f"{ARCHITECTURE}.attention.indexer.types": _SCHEDULE,
-    }
     marks = {"blk.0.attn_norm.weight", f"blk.{_LAYERS}.nextn.eh_proj.weight"}
-    hparams: Hparams = read_hparams(metadata, marks)
-    indexers = {f"blk.{layer}.indexer.attn_k.weight" for layer, full in enumerate(_SCHEDULE) if full}
-    schedule = resolve_schedule(hparams, indexers)
-    names = ["output.weight"]
-    for group in required_names(hparams, schedule, use_mtp=True):
-        names += group[0].split("+")
-    for name in names:
-        placement = place(name, hparams)
-        assert placement is not None
-        yield placement
+    hparams = read_hparams(metadata_of(_KEYS, _SCHEDULE), marks)
+    return placements(["output.weight", *required(hparams, _SCHEDULE, use_mtp=True)], hparams)
 
 
 def _type_of(placement: Placement) -> str:

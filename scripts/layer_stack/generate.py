@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 
 from glm5deploy.demo.random_blocks import K_QUANTS, random_k_quants
-from glm5deploy.demo.tiny_tokenizer import CHAT_TEMPLATE
+from glm5deploy.demo.written_model import add_metadata
 from glm5deploy.gguf_files.ggml_types import TYPES_BY_NAME
 from glm5deploy.glm_dsa.file_kind import ARCHITECTURE
 from glm5deploy.glm_dsa.tensor_names import Placement
@@ -87,7 +87,8 @@ def write_stack(
         split_max_size=max(total // SHARDS, largest) + 1,
         small_first_shard=True,
     )
-    _add_metadata(writer, stack)
+    name = f"One of eight ranks of GLM-{stack.version}, random"
+    add_metadata(writer, name, stack.keys, stack.schedule, vocabulary(int(stack.keys["vocab_size"])))
     for tensor in tensors:
         kind = gguf.GGMLQuantizationType[tensor.kind]
         writer.add_tensor_info(tensor.name, tensor.shape[::-1], np.dtype(np.float32), tensor.nbytes, kind)
@@ -167,32 +168,3 @@ def _blocks(rng: np.random.Generator, kind: str, deviation: float) -> np.ndarray
         return random_k_quants(rng, (_POOL_WEIGHTS // 256, 256), kind, deviation)
     values = rng.standard_normal((_POOL_WEIGHTS // 256, 256), dtype=np.float32) * np.float32(deviation)
     return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
-
-
-def _add_metadata(writer: gguf.GGUFWriter, stack: Stack) -> None:
-    tokenizer = vocabulary(int(stack.keys["vocab_size"]))
-    writer.add_type("model")
-    writer.add_name(f"One of eight ranks of GLM-{stack.version}, random")
-    writer.add_sampling_temp(1.0)
-    writer.add_sampling_top_p(0.95)
-    for name, value in stack.keys.items():
-        key = f"{ARCHITECTURE}.{name}"
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        else:
-            writer.add_float32(key, value)
-    writer.add_array(f"{ARCHITECTURE}.attention.indexer.types", list(stack.schedule))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("glm4")
-    writer.add_token_list(list(tokenizer.tokens))
-    writer.add_token_types(list(tokenizer.types))
-    writer.add_token_merges(list(tokenizer.merges))
-    writer.add_eos_token_id(tokenizer.id_of("<|endoftext|>"))
-    writer.add_eot_token_id(tokenizer.id_of("<|user|>"))
-    writer.add_eom_token_id(tokenizer.id_of("<|observation|>"))
-    writer.add_pad_token_id(tokenizer.id_of("<|endoftext|>"))
-    writer.add_chat_template(CHAT_TEMPLATE)
-    writer.add_quantization_version(2)
-    writer.add_file_type(15)

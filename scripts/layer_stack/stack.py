@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from glm5deploy.glm_dsa.file_kind import ARCHITECTURE
+from glm5deploy.demo.written_model import metadata_of, placements, required
 from glm5deploy.glm_dsa.hparams import Hparams, read_hparams
-from glm5deploy.glm_dsa.indexer_schedule import glm_5_2_pattern, resolve_schedule
-from glm5deploy.glm_dsa.tensor_names import Placement, place, required_names
+from glm5deploy.glm_dsa.indexer_schedule import glm_5_2_pattern
+from glm5deploy.glm_dsa.tensor_names import Placement
 
 Scale = Literal["real", "small"]
 Version = Literal["5", "5.2"]
@@ -116,22 +116,11 @@ class Stack:
 
     @cached_property
     def hparams(self) -> Hparams:
-        return read_hparams(self._metadata(), {"blk.0.attn_norm.weight"})
-
-    def _metadata(self) -> dict[str, object]:
-        named: dict[str, object] = {f"{ARCHITECTURE}.{name}": value for name, value in self.keys.items()}
-        types = {f"{ARCHITECTURE}.attention.indexer.types": self.schedule}
-        return {"general.architecture": ARCHITECTURE, **named, **types}
+        return read_hparams(metadata_of(self.keys, self.schedule), {"blk.0.attn_norm.weight"})
 
     def placements(self) -> Iterator[Placement]:
         """Every tensor of the file, layer by layer, the output head last."""
-        indexers = {f"blk.{layer}.indexer.attn_k.weight" for layer, full in enumerate(self.schedule) if full}
-        schedule = resolve_schedule(self.hparams, indexers)
-        for canonical, *_ in (*required_names(self.hparams, schedule, use_mtp=False), ("output.weight",)):
-            for name in canonical.split("+"):
-                placement = place(name, self.hparams)
-                assert placement is not None
-                yield placement
+        return placements([*required(self.hparams, self.schedule, use_mtp=False), "output.weight"], self.hparams)
 
     def type_of(self, placement: Placement) -> str:
         """GGML type of a tensor. Down projections of routed experts: Q6_K in the first and last eighth of the layers
