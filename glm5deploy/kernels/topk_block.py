@@ -13,6 +13,7 @@ from glm5deploy.kernels.topk_device import (
     columns,
     exclusive_count,
     ordered_key,
+    row_begin,
     scatter,
     select_keys,
 )
@@ -35,13 +36,7 @@ def topk_block_kernel(
     ASM: tl.constexpr,
 ):
     i_t = tl.program_id(0).to(tl.int64)
-    width = tl.load(lengths + i_t)
-    o_row = i_t * stride_in
-    if HAS_STARTS:
-        o_row += tl.load(starts + i_t)
-    # Whole groups of four that lie at multiples of 16 bytes are loaded, also where the row begins or ends inside one.
-    before = (o_row % 4).to(tl.int32)
-    o_row = tl.multiple_of(o_row - before, 4)
+    width, o_row, before = row_begin(starts, lengths, i_t, stride_in, HAS_STARTS)
     o_c = columns(WARPS)
     end = tl.multiple_of((before + width + 3) // 4 * 4, 4)
     b_key = ordered_key(tl.load(logits + o_row + o_c, mask=o_c < end, other=0.0))

@@ -25,6 +25,20 @@ def columns(WARPS: tl.constexpr):
 
 
 @triton.jit
+def row_begin(starts, lengths, i_t, stride_in, HAS_STARTS: tl.constexpr):
+    """A row's length; where loading it begins, at a multiple of 16 bytes; and how many columns come before the row.
+
+    Whole groups of four are loaded, also where the row begins or ends inside one.
+    """
+    width = tl.load(lengths + i_t)
+    o_row = i_t * stride_in
+    if HAS_STARTS:
+        o_row += tl.load(starts + i_t)
+    before = (o_row % 4).to(tl.int32)
+    return width, tl.multiple_of(o_row - before, 4), before
+
+
+@triton.jit
 def ordered_key(b_x):
     """fp32 -> int32 in the same order; -0 counts as 0 and NaN as -inf."""
     # The sum makes -0 a 0, and the maximum of NaN and a number is the number.

@@ -20,6 +20,7 @@ from glm5deploy.kernels.topk_device import (
     key_value,
     kth_key,
     ordered_key,
+    row_begin,
     scatter,
     scatter_pairs,
     select_keys,
@@ -101,12 +102,7 @@ def topk_parts_kernel(
         gdc_launch_dependents()
     i_t = tl.program_id(0).to(tl.int64)
     i_p = tl.program_id(1)
-    width = tl.load(lengths + i_t)
-    o_row = i_t * stride_in
-    if HAS_STARTS:
-        o_row += tl.load(starts + i_t)
-    before = (o_row % 4).to(tl.int32)
-    o_row = tl.multiple_of(o_row - before, 4)
+    width, o_row, before = row_begin(starts, lengths, i_t, stride_in, HAS_STARTS)
     column = i_p * chunks * SIZE
     end = tl.minimum(column + chunks * SIZE, before + width)
     o_list = i_t * tl.num_programs(1) + i_p
@@ -152,13 +148,7 @@ def topk_stream_kernel(
 ):
     SIZE: tl.constexpr = 512 * WARPS
     i_t = tl.program_id(0).to(tl.int64)
-    width = tl.load(lengths + i_t)
-    o_row = i_t * stride_in
-    if HAS_STARTS:
-        o_row += tl.load(starts + i_t)
-    # Whole groups of four that lie at multiples of 16 bytes are loaded, also where the row begins or ends inside one.
-    before = (o_row % 4).to(tl.int32)
-    o_row = tl.multiple_of(o_row - before, 4)
+    width, o_row, before = row_begin(starts, lengths, i_t, stride_in, HAS_STARTS)
     p_held = held_pairs + i_t * SIZE
     least = tl.full((), LEAST_KEY, tl.int32)  # no entry of the list is less
     column = 0
