@@ -23,7 +23,6 @@ from glm5deploy.errors import FileFormatError
 from glm5deploy.vllm_plugin.slabs import Piece
 
 _PAGE = mmap.PAGESIZE
-_FETCH = "`glm5deploy fetch` checks the file and mends it."
 
 
 class Files:
