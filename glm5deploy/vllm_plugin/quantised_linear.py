@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,19 +25,30 @@ def share(source: Source, total: int, part: int, index: int) -> range:
 
 
 class PlaneParameters:
-    """Planes of a module's parts as parameters of its layer: ``planes0_low``, ``planes0_words``, ``planes1_low``…"""
+    """Planes of a module as parameters of its layer: ``planes0_low``, ``planes0_words``, ``planes1_low``…
+
+    Neighbouring parts of one type may be joined: their rows lie in one set of planes, and one product takes them all.
+    """
 
     def __init__(self, module: Module) -> None:
         self.module = module
         self.spec = ""
         self.names: tuple[str, ...] = ()
+        self._rows: list[list[int]] = []  # of the parts in each set of planes
 
-    def create(self, layer: nn.Module, shapes: Sequence[tuple[int, int]], experts: int = 1) -> None:
+    def create(
+        self, layer: nn.Module, shapes: Sequence[tuple[int, int]], experts: int = 1, *, join: bool = False
+    ) -> None:
         """Uninitialised planes [experts, rows, columns] for every part, on the default device."""
         specs, names = [], []
         device = str(torch.get_default_device())
-        for i, (source, (rows, columns)) in enumerate(zip(self.module.parts, shapes, strict=True)):
-            planes = empty_planes(source.planes_type, rows, columns, experts, device)
+        parts = [(source.planes_type, *shape) for source, shape in zip(self.module.parts, shapes, strict=True)]
+        alike = [list(same) for _, same in groupby(parts, key=lambda part: (part[0], part[2]))]
+        sets = alike if join else [[part] for part in parts]
+        self._rows = [[rows for _, rows, _ in members] for members in sets]
+        for i, members in enumerate(sets):
+            (kind, _, columns), rows = members[0], sum(self._rows[i])
+            planes = empty_planes(kind, rows, columns, experts, device)
             specs.append(ops.describe(planes.format, rows, columns))
             for name, tensor in zip(ops.plane_names(planes.format), planes.tensors, strict=True):
                 names.append(f"planes{i}_{name}")
@@ -47,7 +59,24 @@ class PlaneParameters:
         return [getattr(layer, name) for name in self.names]
 
     def planes(self, layer: nn.Module) -> list[Planes]:
+        """What products take: one of joined parts."""
         return ops.assemble(self.spec, [tensor.data for tensor in self.tensors(layer)])
+
+    def parts(self, layer: nn.Module) -> Iterator[Planes]:
+        """Each part's own rows, for what fills them."""
+        for planes, rows in zip(self.planes(layer), self._rows, strict=True):
+            start = 0
+            for count in rows:
+                yield _rows_of(planes, start, start + count)
+                start += count
+
+
+def _rows_of(planes: Planes, start: int, stop: int) -> Planes:
+    """Rows of every expert as views."""
+    views = (
+        None if t is None else t[:, :, :, start:stop] for t in (planes.low, planes.high, planes.words, planes.halves)
+    )
+    return Planes(planes.format, stop - start, planes.columns, *views)  # type: ignore[arg-type]
 
 
 class Glm5LinearMethod(LinearMethodBase):
@@ -71,11 +100,12 @@ class Glm5LinearMethod(LinearMethodBase):
                 f"{self.parameters.module.prefix} is built of {len(output_partition_sizes)} parts, the file has "
                 f"{len(self.parameters.module.parts)}"
             )
-        self.parameters.create(layer, [(rows, input_size_per_partition) for rows in output_partition_sizes])
+        shapes = [(rows, input_size_per_partition) for rows in output_partition_sizes]
+        self.parameters.create(layer, shapes, join=True)
 
     def slabs(self, layer: nn.Module) -> Iterator[Slab]:
         """What this rank reads for the layer."""
-        for source, planes in zip(self.parameters.module.parts, self.parameters.planes(layer), strict=True):
+        for source, planes in zip(self.parameters.module.parts, self.parameters.parts(layer), strict=True):
             rows = share(source, source.rows, planes.rows, _part(layer, source.rows // max(1, planes.rows)))
             columns = share(source, source.columns, planes.columns, _part(layer, source.columns // planes.columns))
             yield Slab(source, planes, (0,), rows, columns)

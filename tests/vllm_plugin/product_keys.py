@@ -35,7 +35,7 @@ class Layer(nn.Module):
         sources = tuple(SimpleNamespace(planes_type=part[0]) for part in parts)
         parameters = PlaneParameters(Module("m", sources))  # type: ignore[arg-type]
         self.quant_method.parameters = parameters
-        parameters.create(self, [part[1:] for part in parts], experts)
+        parameters.create(self, [part[1:] for part in parts], experts, join=method is Glm5LinearMethod)
         self.moe_config = SimpleNamespace(experts_per_token=TOPK)
 
 

@@ -24,6 +24,7 @@ from glm5deploy.quants.planes import empty_planes
 from glm5deploy.vllm_plugin import quantised_ops as ops
 from glm5deploy.vllm_plugin.loader import draft_placements, main_placements
 from glm5deploy.vllm_plugin.model_files import ModelFiles
+from glm5deploy.vllm_plugin.quantised_linear import Glm5LinearMethod
 from glm5deploy.vllm_plugin.quantised_loading import building, fill, quantised_layers, scales_are_finite
 from glm5deploy.vllm_plugin.quantised_modules import Module, fingerprint, quantised_modules
 from glm5deploy.vllm_plugin.quantised_moe import Glm5MoeMethod
@@ -295,6 +296,38 @@ def test_tensor_parallel_ranks_add_up(model_folder: Folder) -> None:
         fill(nn.ModuleDict({"experts": layer}))
         results.append(layer.quant_method.apply(layer, x, weights, ids, None, None))
     torch.testing.assert_close(results[1] + results[2], results[0], rtol=1e-4, atol=1e-5)
+
+
+def linear_layer(module: Module, rank: int, size: int) -> Rank:
+    """A column-parallel layer of several parts, as one of ``size`` ranks builds it."""
+    layer = Rank(rank, size)
+    method = Glm5LinearMethod(module)
+    rows = [part.rows // size for part in module.parts]
+    method.create_weights(layer, module.parts[0].columns, rows, 0, 0, torch.float32)
+    layer.quant_method = method
+    fill(nn.ModuleDict({"linear": layer}))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("key", "prefix", "sets"),
+    [("A", "layers.2.mlp.shared_experts.gate_up_proj", 1), ("A", "layers.0.self_attn.fused_qkv_a_proj", 2)],
+)
+def test_parts_of_one_type_are_one_product(key: str, prefix: str, sets: int, model_folder: Folder) -> None:
+    """Each rank's rows of every part are those of the whole weight, in the order of parts, joined or not."""
+    module = modules_of(model_folder(Run(key)))[f"model.{prefix}"]
+    x = torch.randn(3, module.parts[0].columns, generator=torch.Generator().manual_seed(6))
+
+    def parts_of(rank: int, size: int) -> tuple[torch.Tensor, ...]:
+        layer = linear_layer(module, rank, size)
+        assert len(layer.quant_method.parameters.planes(layer)) == sets
+        out: torch.Tensor = layer.quant_method.apply(layer, x)
+        return out.split([part.rows // size for part in module.parts], dim=-1)
+
+    whole, first, second = parts_of(0, 1), parts_of(0, 2), parts_of(1, 2)
+    for one, a, b in zip(whole, first, second, strict=True):
+        torch.testing.assert_close(torch.cat((a, b), dim=-1), one)
+    assert not torch.equal(whole[0][..., :8], whole[1][..., :8])
 
 
 def test_operations_hold_their_contract_with_the_compiler() -> None:
