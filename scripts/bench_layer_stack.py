@@ -5,7 +5,8 @@
 Writes a GGUF set whose shapes are those of one tensor-parallel rank (58 GB for all 78 layers, random weights), takes
 it through `glm5deploy patch`, starts vLLM with the flags that `glm5deploy serve` generates, and measures decode steps
 at batch 1, 8 and 32, prefill, and GPU time by kernel. There are no collectives: what they cost comes on top. Sampling
-is over an eighth of the vocabulary. On a machine without a GPU, `--layers 4 --scale small` tries the whole course.
+is over an eighth of the vocabulary. Exit status 1 when a measurement failed. Without a GPU, `--layers 4 --scale small
+--device cpu --no-profile` tries the course.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -30,13 +30,11 @@ from layer_stack import report
 from layer_stack.course import Course
 from layer_stack.generate import write_stack
 from layer_stack.measure import Wanted
-from layer_stack.place import choose_folder
+from layer_stack.place import choose_folder, free_port, quick_folder
 from layer_stack.session import Session
 from layer_stack.stack import LAYERS, Stack
 
 from glm5deploy.config import Config
-from glm5deploy.gguf_files.shards import ShardSet
-from glm5deploy.glm_dsa.model_folder import build_model_folder, write_model_folder
 from glm5deploy.pipeline.events import Event, Events
 from glm5deploy.pipeline.runner import Pipeline
 from glm5deploy.server.settings import ServeSettings
@@ -54,14 +52,6 @@ def patch(gguf: Path, workdir: Path, note: Callable[[str], None]) -> Path:
     return Path(str(result.outputs["folder"]))
 
 
-def quick_folder(files: tuple[Path, ...], folder: Path) -> Path:
-    """The folder that the patch stage writes, without its question to vLLM."""
-    shards = ShardSet.open(files[0])
-    made = build_model_folder(shards.metadata, shards.tensors, [(file, file.stat().st_size) for file in files])
-    write_model_folder(folder, made.files)
-    return folder
-
-
 def make(
     course: Course, folder: Path, stack: Stack, quick: bool, launch: Callable[[Path], engines.Engine]
 ) -> engines.Engine:
@@ -76,7 +66,7 @@ def make(
 
         def headers_done(files: tuple[Path, ...]) -> None:
             if quick:
-                started.append(beside.submit(lambda: launch(quick_folder(files, folder / "work" / "model"))))
+                started.append(beside.submit(lambda: launch(quick_folder(files[0], folder / "work" / "model"))))
             else:
                 folders.append(beside.submit(patch, files[0], folder / "work", course.say))
 
@@ -108,13 +98,10 @@ def settings_for(model: Path, stack: Stack, device: str, traces: Path | None, ex
             "ignore_frontend": True,
         }
         flags += ["--profiler-config", json.dumps(profiler)]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
     return ServeSettings(
         model_folder=model,
         device="cpu" if device == "cpu" else "cuda",
-        port=port,
+        port=free_port(),
         name="stack",
         context=9216 if stack.scale == "real" else 2048,
         dtype="float32" if device == "cpu" else "bfloat16",
@@ -189,7 +176,7 @@ def main() -> int:
             engine.stop()
         if folder is not None and not kept:
             shutil.rmtree(folder, ignore_errors=True)
-    return 0
+    return 1 if course.failed else 0
 
 
 if __name__ == "__main__":

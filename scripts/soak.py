@@ -1,11 +1,13 @@
-"""Mixed prefill and decode load on a running server for ten minutes: no hang, no growth, no wrong answer.
+"""Mixed prefill and decode load on a server for ten minutes: no hang, no growth, no wrong answer.
 
     python scripts/soak.py --url http://127.0.0.1:8000 [--seconds 600] [--clients 24] [--compile-log FILE] [--json FILE]
+    python scripts/soak.py --gguf FILE|FOLDER --out FOLDER    starts its own server, and stops it
 
 Many clients send prompts of every length, streamed and not, closed midway, with shared prefixes, several answers or one
 token. Meanwhile fixed prompts are asked again and again and compared with their answers before the load. Start the
 server with a cache that is too small for all of them (`--num-gpu-blocks-override`), so that requests are preempted.
-Prompts are token ids below --vocabulary. Ends with a table; exit status 1 when anything is wrong.
+Prompts are token ids below --vocabulary. Figures are written every half minute, for a run may be cut off. Ends with a
+table; exit status 1 when anything is wrong.
 """
 
 from __future__ import annotations
@@ -13,25 +15,31 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import time
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 
 import httpx
 import psutil
-from soak_load import KINDS, Drawer, Tally, client
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from soak_load import Drawer, Tally, client
+from soak_server import running
+from soak_verdict import judge, summary, table
 from soak_watch import Canary, Deviations, Memory, ask_canary, canary_prompts, compare_canary, listener, watch_canaries
 
-# Median |difference| of log-probabilities: of a prompt, of one answer's decoded steps, of all decoded steps.
-PROMPTED, DECODED, ALL_DECODED = 0.15, 1.0, 0.15
-SETTLED = 60.0  # seconds of load after which memory must not grow any more
+_EVERY = 30.0  # seconds between two words on progress
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", required=True, help="the server, without /v1")
+    server = parser.add_mutually_exclusive_group(required=True)
+    server.add_argument("--url", help="the server, without /v1")
+    server.add_argument("--gguf", type=Path, help="start one over this GGUF set")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the server that is started")
+    parser.add_argument("--out", type=Path, default=Path("soak"), help="logs of the server that is started, figures")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--longest", type=int, help="tokens of the longest prompt (the model's context less 128)")
@@ -87,104 +95,68 @@ async def soak(chosen: argparse.Namespace) -> dict[str, Any]:
         compiled, preempted = compile_events(chosen.compile_log), await metric(http, "num_preemptions_total")
         begun = time.monotonic()
         until = begun + chosen.seconds
-        clients = [client(http, model, drawer, until, tally) for _ in range(chosen.clients)]
-        canaries = watch_canaries(http, model, known, until, seen)
-        await asyncio.gather(*clients, canaries, memory.watch(until), progress(tally, seen, begun, until))
-        ended = time.monotonic()
-        memory.sample()
-        failures = [*tally.failures, *seen.failures]
         try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(chosen.clients):
+                    group.create_task(client(http, model, drawer, until, tally))
+                group.create_task(watch_canaries(http, model, known, until, seen))
+                group.create_task(memory.watch(until))
+                group.create_task(progress(chosen.json, tally, seen, memory, begun, until))
+        except* psutil.NoSuchProcess:  # the clients would knock for the rest of the time
+            seen.failures.append(f"the server ended {time.monotonic() - begun:.0f} s after the load began")
+        ended = time.monotonic()
+        failures = [*tally.failures, *seen.failures]
+        preemptions = 0.0
+        try:
+            memory.sample()
             failures += await drained(http, 30.0)
             for prompt, before in known:
                 compare_canary(before, await ask_canary(http, model, prompt), seen)
             preemptions = await metric(http, "num_preemptions_total") - preempted
-        except (httpx.HTTPError, ValueError, LookupError) as error:
+        except (httpx.HTTPError, ValueError, LookupError, psutil.NoSuchProcess) as error:
             failures.append(f"after the load: {type(error).__name__}: {error}")
-            preemptions = 0.0
     figures = summary(tally, seen, memory, begun, ended)
     figures |= {"preemptions": preemptions, "compiled": compile_events(chosen.compile_log) - compiled}
     figures["failures"] = [*failures, *judge(figures, chosen)]
     return figures
 
 
-async def progress(tally: Tally, seen: Deviations, begun: float, until: float) -> None:
+async def progress(
+    file: Path | None, tally: Tally, seen: Deviations, memory: Memory, begun: float, until: float
+) -> None:
+    """A line, and the figures so far, twice a minute."""
     while time.monotonic() < until:
-        await asyncio.sleep(max(0.0, min(30.0, until - time.monotonic())))
-        spent, wrong = time.monotonic() - begun, len(tally.failures) + len(seen.failures)
-        line = f"{spent:4.0f} s: {sum(tally.done.values())} requests, {tally.tokens} tokens, {wrong} failures"
+        await asyncio.sleep(max(0.0, min(_EVERY, until - time.monotonic())))
+        now, wrong = time.monotonic(), [*tally.failures, *seen.failures]
+        line = (
+            f"{now - begun:4.0f} s: {sum(tally.done.values())} requests, {tally.tokens} tokens, {len(wrong)} failures"
+        )
         print(line, file=sys.stderr, flush=True)
+        if file:
+            so_far = summary(tally, seen, memory, begun, now)
+            file.write_text(json.dumps({"unfinished": True, **so_far, "failures": wrong}, indent=1))
 
 
-def summary(tally: Tally, seen: Deviations, memory: Memory, begun: float, ended: float) -> dict[str, Any]:
-    seconds = ended - begun
-    times = {"start": begun, "settled": begun + min(SETTLED, seconds / 3), "mid": begun + seconds / 2, "end": ended}
-    marks = {name: memory.around(at) for name, at in times.items()}
-    return {
-        "seconds": seconds,
-        "requests": dict(tally.done),
-        "prompt tokens/s": tally.prompt_tokens / seconds,
-        "tokens/s": tally.tokens / seconds,
-        "gap": percentiles(tally.gaps),
-        "first": percentiles(tally.first),
-        "rss": {name: mark.rss for name, mark in marks.items()},
-        "gpu": {name: mark.gpu for name, mark in marks.items()},
-        "canaries": len(seen.decoded),
-        "prompted": max(seen.prompted, default=float("nan")),
-        "decoded": max(seen.decoded, default=float("nan")),
-        "all decoded": median(seen.decoded) if seen.decoded else float("nan"),
-    }
-
-
-def percentiles(values: list[float]) -> tuple[float, float]:
-    """Median and 99th percentile in milliseconds."""
-    if len(values) < 2:
-        return float("nan"), float("nan")
-    cuts = quantiles(values, n=100)
-    return cuts[49] * 1000, cuts[98] * 1000
-
-
-def judge(figures: dict[str, Any], chosen: argparse.Namespace) -> list[str]:
-    """What is wrong with the figures; NaN never passes."""
-    rules = [("prompted", PROMPTED), ("decoded", DECODED), ("all decoded", ALL_DECODED), ("compiled", 0)]
-    found = [f"{name} is {figures[name]:.3g}, allowed {limit}" for name, limit in rules if not figures[name] <= limit]
-    for name, limit in (("rss", chosen.rss_growth), ("gpu", chosen.gpu_growth)):
-        start, end = figures[name]["settled"], figures[name]["end"]
-        if start is not None and not end - start <= limit:
-            found.append(f"{name} grew by {end - start:.0f} MiB after it had settled, allowed {limit:.0f}")
-    if figures["preemptions"] < chosen.preemptions:
-        found.append(f"{figures['preemptions']:.0f} preemptions, {chosen.preemptions} needed: the cache is too large")
-    missing = set(KINDS) - set(figures["requests"])
-    return [*found, *([f"no request of these kinds ended well: {sorted(missing)}"] if missing else [])]
-
-
-def table(figures: dict[str, Any]) -> str:
-    requests = figures["requests"]
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(requests.items()))
-    lines = [
-        f"{figures['seconds']:.0f} s: {sum(requests.values())} requests ({kinds})",
-        f"tokens a second: {figures['prompt tokens/s']:.0f} of prompts, {figures['tokens/s']:.0f} decoded",
-        "milliseconds, p50 and p99: {:.1f} and {:.1f} a token, {:.0f} and {:.0f} to the first".format(
-            *figures["gap"], *figures["first"]
-        ),
-        f"{figures['preemptions']:.0f} preemptions, {figures['compiled']} kernels compiled during the load",
-        f"canaries: {figures['canaries']} answers; worst prompt {figures['prompted']:.3f}, worst decoding "
-        f"{figures['decoded']:.3f}, median decoding {figures['all decoded']:.3f}",
-    ]
-    for name in ("rss", "gpu"):
-        marks = (f"{at} {'-' if mib is None else f'{mib:.0f}'}" for at, mib in figures[name].items())
-        lines.append(f"{name} MiB: {', '.join(marks)}")
-    lines += [f"FAILURE {text}" for text in figures["failures"][:20]]
-    lines.append(f"{len(figures['failures'])} failures")
-    return "\n".join(lines)
-
-
-def main() -> int:
-    chosen = arguments()
+def run(chosen: argparse.Namespace) -> int:
     figures = asyncio.run(soak(chosen))
     if chosen.json:
         chosen.json.write_text(json.dumps(figures, indent=1))
     print(table(figures))
     return 1 if figures["failures"] else 0
+
+
+def main() -> int:
+    chosen = arguments()
+    if chosen.url:
+        return run(chosen)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server is stopped then as well
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with running(chosen.gguf, chosen.out, chosen.device) as served:
+        print(f"the server answers after {served.ready_seconds:.0f} s", file=sys.stderr, flush=True)
+        chosen.url, chosen.pid = served.url, served.process.pid
+        chosen.compile_log = chosen.out / "compile.jsonl"
+        chosen.json = chosen.json or chosen.out / "soak.json"
+        return run(chosen)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import subprocess
 import time
@@ -111,6 +112,9 @@ class Memory:
         self.samples: list[Sample] = []
 
     def sample(self) -> None:
+        """psutil.NoSuchProcess when the server has ended."""
+        if self._root.status() == psutil.STATUS_ZOMBIE:
+            raise psutil.NoSuchProcess(self._root.pid)
         family = [self._root, *self._root.children(recursive=True)]
         rss = 0.0
         for process in family:
@@ -134,7 +138,7 @@ class Memory:
 
 
 def gpu_memory(pids: set[int]) -> float | None:
-    """MiB that these processes hold of all GPUs; of everybody where nvidia-smi names none of them; None without it."""
+    """MiB that these processes hold of the visible GPUs, or all do if nvidia-smi names none; None without it."""
     apps = _nvidia_smi("--query-compute-apps=pid,used_memory")
     ours = [float(row[1]) for row in apps if row[0].isdigit() and int(row[0]) in pids and row[1].isdigit()]
     everybody = [] if ours else [float(row[0]) for row in _nvidia_smi("--query-gpu=memory.used")]
@@ -143,6 +147,8 @@ def gpu_memory(pids: set[int]) -> float | None:
 
 def _nvidia_smi(query: str) -> list[list[str]]:
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # others may start and stop on the other GPUs
+        command += ["-i", visible]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -16,6 +16,7 @@ class Course:
         self.out, self._budget, self._begun = out, budget, time.monotonic()
         self._report = (out / "report.txt").open("w")
         self.figures: dict[str, object] = {}
+        self.failed: list[str] = []
 
     def say(self, line: str) -> None:
         text = f"[{time.monotonic() - self._begun:6.1f} s] {line}"
@@ -43,4 +44,5 @@ class Course:
         try:
             work()
         except Exception as error:
+            self.failed.append(name)
             self.say(f"{name} FAILED: {type(error).__name__}: {str(error)[-1500:]}")

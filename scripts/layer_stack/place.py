@@ -1,14 +1,18 @@
-"""Where the file goes: into memory, on disk, or less of it."""
+"""Where a benchmark's model lies: its file in memory, on disk, or less of it; its folder; its server's port."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
+
+from glm5deploy.gguf_files.shards import ShardSet
+from glm5deploy.glm_dsa.model_folder import build_model_folder, write_model_folder
 
 from .course import Course
 from .generate import file_bytes
@@ -46,3 +50,17 @@ def choose_folder(course: Course, stack: Stack, asked: Path | None) -> tuple[Pat
                 )
             return Path(tempfile.mkdtemp(prefix="layer-stack-", dir=place)), smaller
     raise RuntimeError("no place for the file of a single layer")
+
+
+def quick_folder(gguf: Path, folder: Path) -> Path:
+    """The model folder that the patch stage writes for a set, without its question to vLLM; files may lack weights."""
+    shards = ShardSet.open(gguf)
+    made = build_model_folder(shards.metadata, shards.tensors, [(path, path.stat().st_size) for path in shards.paths])
+    write_model_folder(folder, made.files)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -162,6 +162,7 @@ def test_a_course_goes_on_after_a_failure_and_leaves_out_what_would_be_late(
     course.attempt("second", 1, lambda: done.append("second"))
     course.attempt("third", 61, lambda: done.append("third"))
     assert done == ["second"]
+    assert course.failed == ["first"]
     said = capsys.readouterr().out
     assert "first FAILED: RuntimeError: the server broke off" in said
     assert "third: left out" in said

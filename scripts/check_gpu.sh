@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# What only a machine with a GPU can show, in order of worth: tests marked `gpu`, benchmarks, load, one rank at full depth.
+#
+#   scripts/check_gpu.sh [OUT [STEP...]]     default: gpu-check, every step
+#   scripts/check_gpu.sh --list              the steps, the seconds each may take, whether it needs vLLM
+#
+# Every step has a log OUT/STEP.log, written as it goes, its figures beside it, and a line in OUT/summary.txt (name, exit
+# status, seconds) as soon as it ends. A step that fails or takes too long does not keep the next from running; the exit
+# status is 1 then. Two calls with different steps and CUDA_VISIBLE_DEVICES may share OUT.
+#
+# PYTHON names the interpreter (default: .venv's, else python3); SECONDS_SCALE=2 doubles all limits.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+# name, seconds, "vllm" or "-" where torch and triton suffice, description
+steps() {
+  cat <<'STEPS'
+kernels 300 - kernels and products: graphs, nothing compiled after the warm-up, addresses beyond 2^31
+products 300 - GGML products beside cuBLAS and, where vLLM and vllm-gguf-plugin are installed, the plugin
+sparse 150 - sparse MLA; beside FlashMLA and vLLM's XPU kernel where vLLM is installed
+indexer 150 - scores and selection; beside DeepGEMM and vLLM's where vLLM is installed
+engine 600 vllm served numbers: prompts, decoding, side by side, preempted, MTP, packed cache, late compilations
+stack 480 vllm one of eight ranks at full depth: loading, milliseconds a token, kernels
+soak 900 vllm ten minutes of mixed load on a server of its own
+tune 500 - launch parameters measured for both caches, then random steps with them
+quantised 600 vllm products as the engine calls them, loading; two ranks where there are two GPUs
+long 600 vllm contexts of 2,047 to 131,072 tokens, beside vLLM's own attention
+sweep 600 - the products again with other launch parameters
+STEPS
+}
+
+usage() { sed -n '2,12s/^# \{0,1\}//p' "$0"; }
+case "${1:-}" in
+  --list)
+    steps | while read -r name seconds needs what; do printf '%-10s %4s s  %-4s  %s\n' "$name" "$seconds" "$needs" "$what"; done
+    exit 0 ;;
+  -h | --help) usage; exit 0 ;;
+  -*) usage >&2; exit 2 ;;
+esac
+out=${1:-gpu-check}
+[ $# -eq 0 ] || shift
+mapfile -t names < <(steps | cut -d' ' -f1)
+for step in "$@"; do
+  [[ " ${names[*]} " == *" $step "* ]] || { echo "error: no step $step; there are: ${names[*]}" >&2; exit 2; }
+done
+[ $# -gt 0 ] || set -- "${names[@]}"
+mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 1
+
+python=${PYTHON:-}
+if [ -z "$python" ]; then
+  python=python3
+  if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
+fi
+export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+# A script of the step, for at most its seconds; one that goes on for a minute more is killed.
+script() { timeout --kill-after=60 "$seconds" "$python" "scripts/$1" "${@:2}"; }
+
+# Tests of the step: each result and figure as it comes. Told to stop as by Ctrl-C, for only so servers are stopped too;
+# they have three quarters of the time, and what they have answered until then is judged.
+tests() {
+  GPU_SERVERS_SECONDS=$((seconds * 3 / 4)) timeout --signal=INT --kill-after=60 "$seconds" \
+    "$python" -m pytest -v -s -rfEs --durations=5 -m gpu -p no:cacheprovider --junitxml="$out/$name.xml" "$@"
+}
+
+run() {
+  case $name in
+    kernels) tests tests/kernels tests/quants ;;
+    products) script bench_quants.py --out "$out/products.json" --jobs "$(nproc)" ;;
+    sparse) script bench_sparse_mla.py --json "$out/sparse.json" ;;
+    indexer) script bench_indexer.py --json "$out/indexer.json" ;;
+    engine) tests tests/vllm_plugin/test_gpu.py ;;
+    stack) script bench_layer_stack.py --out "$out/stack" --budget "$((seconds - 20))" ;;
+    soak)
+      script soak.py --gguf tests/data/tiny-glm5/GLM-tiny-A-GGUF/UD-Q4_K_XL --preemptions 1 --out "$out/soak" \
+        --json "$out/soak.json" ;;
+    tune) tests tests/stages/test_gpu_tune.py ;;
+    quantised) tests tests/vllm_plugin/test_gpu_quantised.py tests/vllm_plugin/test_rank_reader.py ;;
+    long) tests tests/vllm_plugin/test_gpu_long.py ;;
+    sweep) script bench_quants.py --sweep --out "$out/sweep.json" --jobs "$(nproc)" ;;
+  esac
+}
+
+failed=0
+for name in "$@"; do
+  seconds=$(($(steps | sed -n "s/^$name \([0-9]*\) .*/\1/p") * ${SECONDS_SCALE:-1}))
+  echo "$name, at most $seconds s, log in $out/$name.log"
+  began=$SECONDS
+  run >"$out/$name.log" 2>&1
+  code=$?
+  line="$name: exit $code, $((SECONDS - began)) s"
+  echo "$line" | tee -a "$out/summary.txt"
+  [ "$code" -eq 0 ] || failed=1
+done
+exit "$failed"
