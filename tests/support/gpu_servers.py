@@ -148,12 +148,20 @@ class Places:
         self._free = max(2, len(os.sched_getaffinity(0)) // CORES_A_RANK)
         self._used = dict.fromkeys(gpus, 0)
         self._changed = threading.Condition()
+        self._closed = False
+
+    def close(self) -> None:
+        """Who has no room yet gets none any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     @contextmanager
     def take(self, ranks: int) -> Iterator[list[str]]:
-        """Wait for room for ``ranks`` ranks; the GPUs they are to run on."""
+        """Wait for room for ``ranks`` ranks; the GPUs they are to run on. AssertionError after :meth:`close`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._free >= ranks)
+            self._changed.wait_for(lambda: self._closed or self._free >= ranks)
+            assert not self._closed, "the time was up before this server could start"
             self._free -= ranks
             gpus = sorted(sorted(self._used, key=self._used.__getitem__)[:ranks])
             for gpu in gpus:
@@ -180,20 +188,27 @@ def serve_all(runs: Sequence[GpuRun], folders: dict[str, tuple[Path, Path]], gpu
     Servers that have not answered after LIMIT_SECONDS are killed, so that what the others answered is judged.
     """
     places = Places(gpus)
-    limit = threading.Timer(LIMIT_SECONDS, _kill_servers)
+    limit = threading.Timer(LIMIT_SECONDS, _kill_servers, [places])
     limit.start()
-    with ThreadPoolExecutor(2 * len(runs) + 1) as pool:
-        for prepare in {run.prepare for run in runs if run.prepare is not None}:
-            pool.submit(prepare)  # a failure shows when a test asks for what was to be prepared
-        found = dict(pool.map(lambda run: (run.name, _serve(run, *folders[run.name], places)), runs))
-    limit.cancel()
-    return found
+    try:
+        with ThreadPoolExecutor(2 * len(runs) + 1) as pool:
+            for prepare in {run.prepare for run in runs if run.prepare is not None}:
+                pool.submit(prepare)  # a failure shows when a test asks for what was to be prepared
+            served = [pool.submit(_serve, run, *folders[run.name], places) for run in runs]
+            try:
+                return {run.name: future.result() for run, future in zip(runs, served, strict=True)}
+            except BaseException:  # Ctrl-C: the pool would wait for servers that nobody asks any more
+                _kill_servers(places)
+                raise
+    finally:
+        limit.cancel()
 
 
-def _kill_servers() -> None:
+def _kill_servers(places: Places) -> None:
     """Each server leads its own process group; this process starts no other children meanwhile."""
+    places.close()
     for child in psutil.Process().children():
-        print(f"stopped after {LIMIT_SECONDS:.0f} s: process {child.pid}", flush=True)
+        print(f"stopped before its end: process {child.pid}", flush=True)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
 
@@ -206,10 +221,11 @@ def _serve(run: GpuRun, folder: Path, work: Path, places: Places) -> Result:
     flags = (*FLAGS, *run.flags)
     if run.run.tp > 1:
         flags, variables = (*flags, *TWO_RANKS), variables | NO_MULTICAST
-    with places.take(run.run.tp) as gpus:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        begun = time.monotonic()
-        try:
+    begun = time.monotonic()
+    try:
+        with places.take(run.run.tp) as gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            begun = time.monotonic()
             with engine(
                 folder,
                 work,
@@ -224,9 +240,10 @@ def _serve(run: GpuRun, folder: Path, work: Path, places: Places) -> Result:
                     task(run, served, result)
                 lines = served.compile_log.read_text().splitlines() if served.compile_log.exists() else []
                 result.compiled = [json.loads(line) for line in lines]
-        except (AssertionError, LookupError, OSError, ValueError, httpx.HTTPError) as error:
-            result.failure = f"{type(error).__name__}: {error}"[-3000:]
-    result.log = (work / "serve.log").read_text(errors="replace")
+    except (AssertionError, LookupError, OSError, ValueError, httpx.HTTPError) as error:
+        result.failure = f"{type(error).__name__}: {error}"[-3000:]
+    log = work / "serve.log"
+    result.log = log.read_text(errors="replace") if log.exists() else ""
     times = f"up after {result.seconds:.0f} s, done after {time.monotonic() - begun:.0f} s"
     print(f"{run.name}: {times} {_cause(result)}", flush=True)
     return result
