@@ -6,6 +6,9 @@ prints ``message`` and ``hint`` on one line each and exits with ``exit_code``. A
 
 from __future__ import annotations
 
+EXIT_INTERRUPTED = 130
+"""What a shell gives to a command that Ctrl-C ended."""
+
 
 class DeployError(Exception):
     """A stage failed for a reason the user can act on.

@@ -31,9 +31,7 @@ from glm5deploy.cli.serve import serve
 from glm5deploy.cli.server_control import logs, stop
 from glm5deploy.cli.session import current_output
 from glm5deploy.cli.status import reset, status
-from glm5deploy.errors import DeployError
-
-EXIT_INTERRUPTED = 130
+from glm5deploy.errors import EXIT_INTERRUPTED, DeployError
 
 app = typer.Typer(
     name="glm5deploy",
@@ -66,7 +64,9 @@ def boundary(command: Callable[..., None]) -> Callable[..., None]:
             current_output().error(f"{error.filename or 'writing'}: {error.strerror}", hint, DeployError.exit_code)
             raise typer.Exit(DeployError.exit_code) from error
         except KeyboardInterrupt:
-            current_output().error("interrupted", "run the same command again to go on where it stopped", 130)
+            current_output().error(
+                "interrupted", "run the same command again to go on where it stopped", EXIT_INTERRUPTED
+            )
             raise typer.Exit(EXIT_INTERRUPTED) from None
         finally:
             current_output().close()
@@ -112,7 +112,7 @@ for _command in (
 
 
 def main() -> None:
-    """Console entry point. SIGTERM is handled like Ctrl-C, so that a stage can stop cleanly."""
+    """The command line. SIGTERM is handled like Ctrl-C, so that a stage can stop cleanly."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if "--json" not in sys.argv:
         app(prog_name="glm5deploy")
@@ -123,7 +123,3 @@ def main() -> None:
     except typer.TyperException as error:
         current_output(json_mode=True).error(error.format_message(), "see glm5deploy --help", error.exit_code)
         sys.exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    main()

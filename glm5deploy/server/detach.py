@@ -30,7 +30,7 @@ def start_detached(
     answer, log = folder / "supervisor.json", folder / "supervisor.log"
     with answer.open("wb") as out, log.open("wb") as err:
         child = subprocess.Popen(
-            [sys.executable, "-m", "glm5deploy.cli.app", *arguments],
+            [sys.executable, "-m", "glm5deploy", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

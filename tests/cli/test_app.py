@@ -18,7 +18,7 @@ HEAVY = ("torch", "vllm", "huggingface_hub", "numpy", "httpx", "gguf", "triton",
 
 
 def glm5deploy(*args: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "glm5deploy.cli.app", *args]
+    command = [sys.executable, "-m", "glm5deploy", *args]
     return subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=60, env={**os.environ, **(env or {})}
     )
@@ -123,3 +123,18 @@ def test_interrupting_ends_with_130_and_says_how_to_go_on(tmp_path: Path, number
     _, stderr = child.communicate(timeout=20)
     assert child.returncode == 130
     assert "interrupted" in stderr
+
+
+@pytest.mark.parametrize("module", ["typer", "glm5deploy.cli.run"])
+def test_an_interrupt_while_it_loads_ends_it_quietly(module: str, tmp_path: Path) -> None:
+    """The interrupt comes when that module is looked for, long before any command's own boundary."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+    )
+    answer = glm5deploy("status", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert (answer.returncode, answer.stdout, answer.stderr) == (130, "", "")

@@ -18,7 +18,7 @@ from tests.support.streaming_server import Pace, StreamingServer
 
 
 def run(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "glm5deploy.cli.app", "bench", *args]
+    command = [sys.executable, "-m", "glm5deploy", "bench", *args]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, env=dict(os.environ))
 
 
@@ -75,7 +75,7 @@ def test_counts() -> None:
 def test_ctrl_c_does_not_wait_for_long_answers(tmp_path: Path) -> None:
     options = ("--concurrency", "4", "--prompt", "8", "--output", "5000")
     with StreamingServer(Pace(first=0, between=0.05)) as server:
-        command = [sys.executable, "-m", "glm5deploy.cli.app", "bench", "--url", server.url, *options]
+        command = [sys.executable, "-m", "glm5deploy", "bench", "--url", server.url, *options]
         process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while len(server.pace.requests) < 1:
             assert process.poll() is None

@@ -23,7 +23,7 @@ THOUGHT = ({"reasoning": "two and "}, {"reasoning": "two"}, {"content": "It is "
 
 
 def chat(cwd: Path, *args: str, given: str | bytes = "") -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "glm5deploy.cli.app", "chat", *args]
+    command = [sys.executable, "-m", "glm5deploy", "chat", *args]
     data = given if isinstance(given, bytes) else given.encode()
     return subprocess.run(command, cwd=cwd, capture_output=True, input=data, timeout=60)
 
@@ -83,7 +83,7 @@ def test_a_broken_answer_ends_with_what_the_server_said(tmp_path: Path) -> None:
 
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     with server(*({"content": "line\n"} for _ in range(200)), between=0.005) as running:
-        command = f"{sys.executable} -m glm5deploy.cli.app chat Hello --url {running.url} | head -n 1"
+        command = f"{sys.executable} -m glm5deploy chat Hello --url {running.url} | head -n 1"
         done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, timeout=60)
     assert done.stdout == b"line\n"
     assert b"Traceback" not in done.stderr
@@ -97,7 +97,7 @@ class Terminal:
         self._master, slave = pty.openpty()
         environment = {**os.environ, "TERM": "xterm"}
         environment.pop("NO_COLOR")
-        command = [sys.executable, "-m", "glm5deploy.cli.app", "chat", *args]
+        command = [sys.executable, "-m", "glm5deploy", "chat", *args]
         self.process = subprocess.Popen(
             command, cwd=cwd, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
         )

@@ -25,7 +25,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def run(cwd: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "glm5deploy.cli.app", "plan", *args]
+    command = [sys.executable, "-m", "glm5deploy", "plan", *args]
     return subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
     )

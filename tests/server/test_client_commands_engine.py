@@ -40,7 +40,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def glm5deploy(cwd: Path, *args: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "glm5deploy.cli.app", *args]
+    command = [sys.executable, "-m", "glm5deploy", *args]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, input=given, timeout=300)
     assert done.returncode == 0, done.stderr + done.stdout
     return done

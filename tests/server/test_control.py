@@ -219,7 +219,7 @@ def test_the_command_line_prints_unit_compose_and_logs(tmp_path: Path) -> None:
     (tmp_path / "logs" / "serve.log").write_text("one\ntwo\nthree\n")
 
     def glm5deploy(*words: str) -> str:
-        command = [sys.executable, "-m", "glm5deploy.cli.app", *words, "--workdir", str(tmp_path)]
+        command = [sys.executable, "-m", "glm5deploy", *words, "--workdir", str(tmp_path)]
         environment = {**os.environ, "GLM5DEPLOY_API_KEY": "s3cret-key"}
         return subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=60).stdout
 

@@ -346,7 +346,7 @@ def test_two_ranks_in_the_background_until_stopped(tmp_path: Path) -> None:
     def glm5deploy(*words: str) -> subprocess.CompletedProcess[str]:
         at = words.index("--") if "--" in words else len(words)
         line = [*words[:at], "--workdir", str(tmp_path), *words[at:]]
-        command = [sys.executable, "-m", "glm5deploy.cli.app", *line]
+        command = [sys.executable, "-m", "glm5deploy", *line]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
     port = free_port()

@@ -21,7 +21,7 @@ def glm5deploy(
     *args: str | Path, env: Mapping[str, str] | None = None, timeout: float = 300.0
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    command = [sys.executable, "-m", "glm5deploy.cli.app", *map(str, args)]
+    command = [sys.executable, "-m", "glm5deploy", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})})
 
 
@@ -46,7 +46,7 @@ class Serving:
 @contextlib.contextmanager
 def serving(*args: str | Path, env: Mapping[str, str] | None = None) -> Iterator[Serving]:
     """``glm5deploy ARGS --json`` from its READY event to a Ctrl-C."""
-    command = [sys.executable, "-m", "glm5deploy.cli.app", *map(str, args), "--json"]
+    command = [sys.executable, "-m", "glm5deploy", *map(str, args), "--json"]
     process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env={**os.environ, **(env or {})})
     told: list[str] = []
     watchdog = threading.Timer(READY_SECONDS, process.kill)
