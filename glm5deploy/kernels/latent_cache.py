@@ -14,6 +14,38 @@ ROPE_DTYPE = torch.bfloat16
 """Of the RoPE part of packed rows, whatever type the model computes in."""
 
 
+@triton.jit
+def store_latent_row(
+    b_latent,  # [4, 128]
+    cache,
+    cache_scales,
+    i_slot,  # int64
+    stride_block,
+    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """The 512 latent values of a slot, and in packed rows their scales."""
+    o_g = tl.arange(0, 4)
+    o_d = o_g[:, None] * 128 + tl.arange(0, 128)[None, :]  # [4, 128]
+    o_base = i_slot // BLOCK * stride_block
+    if PACKED:
+        o_row = o_base + i_slot % BLOCK * 656
+        b_latent = b_latent.to(tl.float32)
+        b_scale, b_inverse = power_of_two_scale(tl.max(tl.abs(b_latent), axis=1))  # [4]
+        tl.store(cache + o_row + o_d, f32_to_e4m3(b_latent * b_inverse[:, None]))
+        tl.store(cache_scales + o_row // 4 + 128 + o_g, b_scale)
+    else:
+        o_row = o_base + i_slot % BLOCK * 576
+        tl.store(cache + o_row + o_d, b_latent.to(cache.dtype.element_ty))
+
+
+@triton.jit
+def rope_offset(i_slot, stride_block, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """Where a slot's 64 RoPE values begin, counted in their own type."""
+    o_row = i_slot // BLOCK * stride_block + i_slot % BLOCK * (656 if PACKED else 576)
+    return o_row // 2 + 264 if PACKED else o_row + 512
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def store_latent_kernel(
     latent,  # [T, 512]
@@ -32,25 +64,13 @@ def store_latent_kernel(
     i_slot = tl.load(slots + i_t).to(tl.int64)
     if i_slot < 0:
         return
-    o_g = tl.arange(0, 4)
-    o_e = tl.arange(0, 128)
     o_r = tl.arange(0, 64)
-    o_d = o_g[:, None] * 128 + o_e[None, :]  # [4, 128]
+    o_d = tl.arange(0, 4)[:, None] * 128 + tl.arange(0, 128)[None, :]
     b_latent = tl.load(latent + i_t * stride_latent + o_d)
     b_rope = tl.load(rope + i_t * stride_rope + o_r)
-    o_base = i_slot // BLOCK * stride_block
-    i_in = i_slot % BLOCK
-    if PACKED:
-        o_row = o_base + i_in * 656
-        b_latent = b_latent.to(tl.float32)
-        b_scale, b_inverse = power_of_two_scale(tl.max(tl.abs(b_latent), axis=1))  # [4]
-        tl.store(cache + o_row + o_d, f32_to_e4m3(b_latent * b_inverse[:, None]))
-        tl.store(cache_scales + o_row // 4 + 128 + o_g, b_scale)
-        tl.store(cache_ropes + o_row // 2 + 264 + o_r, b_rope.to(cache_ropes.dtype.element_ty))
-    else:
-        o_row = o_base + i_in * 576
-        tl.store(cache + o_row + o_d, b_latent.to(cache.dtype.element_ty))
-        tl.store(cache + o_row + 512 + o_r, b_rope.to(cache.dtype.element_ty))
+    store_latent_row(b_latent, cache, cache_scales, i_slot, stride_block, BLOCK, PACKED)
+    p_rope = cache_ropes + rope_offset(i_slot, stride_block, BLOCK, PACKED)
+    tl.store(p_rope + o_r, b_rope.to(cache_ropes.dtype.element_ty))
 
 
 def store_latent(
@@ -65,14 +85,11 @@ def store_latent(
     may lie further apart than their size. T is slots' length: longer inputs are padding.
     """
     tokens = slots.shape[0]
-    packed = cache.dtype == torch.uint8
-    width = PACKED_ROW_BYTES if packed else QK_DIM
-    require(cache.shape[2] == width and cache.stride(1) == width, f"cache rows must be {width} wide and adjacent")
+    packed, scales, ropes = cache_views(cache)
     require(latent.shape[1] == LATENT_DIM and rope.shape[1] == ROPE_DIM, "latent must be [T, 512] and rope [T, 64]")
     require(latent.stride(1) == rope.stride(1) == 1, "latent and rope must have unit column stride")
     if tokens == 0:
         return
-    scales, ropes = (byte_view(cache, torch.float32), byte_view(cache, ROPE_DTYPE)) if packed else (cache, cache)
     store_latent_kernel[(tokens,)](
         latent,
         rope,
@@ -87,6 +104,16 @@ def store_latent(
         PACKED=packed,
         num_warps=1,
     )
+
+
+def cache_views(cache: torch.Tensor) -> tuple[bool, torch.Tensor, torch.Tensor]:
+    """Whether rows are packed, and what kernels take scales and RoPE values of such rows for; ValueError otherwise."""
+    packed = cache.dtype == torch.uint8
+    width = PACKED_ROW_BYTES if packed else QK_DIM
+    require(cache.shape[2] == width and cache.stride(1) == width, f"cache rows must be {width} wide and adjacent")
+    if not packed:
+        return packed, cache, cache
+    return packed, byte_view(cache, torch.float32), byte_view(cache, ROPE_DTYPE)
 
 
 def byte_view(cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

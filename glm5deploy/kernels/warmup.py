@@ -19,8 +19,10 @@ from glm5deploy.kernels.indexer import (
     store_index_keys,
 )
 from glm5deploy.kernels.latent_cache import store_latent
+from glm5deploy.kernels.latent_input import latent_input
 from glm5deploy.kernels.layout import INDEX_DIM, INDEX_KEY_BYTES, INDEX_ROPE_DIM, LATENT_DIM, PACKED_ROW_BYTES, QK_DIM
 from glm5deploy.kernels.prepare import Launch, first_of_each
+from glm5deploy.kernels.query_input import MOST_TOKENS, query_input
 from glm5deploy.kernels.slots import slots_from_positions
 from glm5deploy.kernels.topk import MOST_SHARED_ROWS, select_topk, topk_variant, topk_workspace_elements
 from glm5deploy.kernels.tuning import gpu, index_value_dtype, sparse_config
@@ -44,6 +46,8 @@ class Serving:
     packed: bool  # fp8_ds_mla
     dtype: torch.dtype = torch.bfloat16
     max_next_n: int = 1  # query tokens of a decoding request, more than one with speculative decoding
+    query_rank: int = 0  # latents of a query where `latent_input` norms them
+    query_nope: int = 0  # dimensions of a head beside RoPE where `query_input` absorbs them
 
 
 def launches(serving: Serving, device: torch.device) -> list[Launch]:
@@ -51,6 +55,7 @@ def launches(serving: Serving, device: torch.device) -> list[Launch]:
     return [
         *_attention(serving, device),
         *_cache(serving, device),
+        *_inputs(serving, device),
         *_queries(serving, device),
         *_scores(serving, device),
         *_selection(serving, device),
@@ -108,6 +113,32 @@ def _cache(serving: Serving, device: torch.device) -> Iterator[Launch]:
 
     for slot_type in (torch.int64, torch.int32):
         yield Launch(("cache", slot_type), partial(store, slot_type))
+
+
+def _inputs(serving: Serving, device: torch.device) -> Iterator[Launch]:
+    """What comes before attention, where the engine does it with kernels of this package."""
+    positions = torch.zeros(MOST_TOKENS + 1, dtype=torch.int64, device=device)
+    angles = torch.zeros((1, QK_DIM - LATENT_DIM), dtype=serving.dtype, device=device)
+
+    def latents() -> None:
+        width = PACKED_ROW_BYTES if serving.packed else QK_DIM
+        cache = torch.zeros((1, serving.block_size, width), dtype=_cache_type(serving), device=device)
+        x = torch.zeros((1, serving.query_rank + QK_DIM), dtype=serving.dtype, device=device)
+        weights = torch.zeros(serving.query_rank + LATENT_DIM, dtype=serving.dtype, device=device)
+        norms = weights[: serving.query_rank].clone(), weights[serving.query_rank :].clone()
+        latent_input(x, *norms, 1e-5, positions[:1], angles, positions[:1], cache)
+
+    def queries(tokens: int) -> None:
+        width = serving.query_nope + QK_DIM - LATENT_DIM
+        q = torch.zeros((tokens, serving.heads, width), dtype=serving.dtype, device=device)
+        weight = torch.zeros((serving.heads, serving.query_nope, LATENT_DIM), dtype=serving.dtype, device=device)
+        query_input(q, weight, positions[:tokens], angles)
+
+    if serving.query_rank:
+        yield Launch(("layer input", "latents"), latents)
+    if serving.query_nope:
+        for tokens in (1, MOST_TOKENS + 1):
+            yield Launch(("layer input", "queries", tokens), partial(queries, tokens))
 
 
 def _queries(serving: Serving, device: torch.device) -> Iterator[Launch]:

@@ -203,12 +203,31 @@ def other_jobs(arch: int) -> Iterator[Job]:
         )
 
 
+def input_jobs(arch: int) -> Iterator[Job]:
+    """What comes before attention, for GLM-5's latents and its heads on one and on eight ranks."""
+    types = {"positions": I64, "slots": I64, "cos_sin": BF16, "x": BF16, "q_weight": BF16, "kv_weight": BF16}
+    types |= {"q_out": BF16, "eps": "fp32"}
+    aligned = ("x", "q_weight", "kv_weight", "cos_sin", "q_out", "cache", "cache_scales", "cache_ropes", "stride_x")
+    for packed in (False, True):
+        cache = {"cache": U8 if packed else BF16, "cache_scales": F32 if packed else BF16, "cache_ropes": BF16}
+        constants = {"RANK": 2048, "BR": 2048, "BLOCK": 64, "PACKED": packed}
+        kernel = "latent_input.latent_input_kernel"
+        yield Job(kernel, arch, 4, 3, types | cache, constants, (*aligned, "stride_block"))
+    types = {"q": BF16, "weight": BF16, "positions": I64, "cos_sin": BF16, "latent_out": BF16, "rope_out": BF16}
+    aligned = ("q", "weight", "cos_sin", "latent_out", "rope_out", "stride_q", "stride_weight_h")
+    for heads, few in ((8, True), (64, False)):
+        constants = {"H": heads, "NOPE": 192, "BK": 64, "BN": 32, "BT": 16, "BR": 8, "PRODUCT": few}
+        yield Job("query_input.query_input_kernel", arch, 4, 3, types, constants, aligned)
+
+
 def jobs() -> list[Job]:
     """Every job once: rows of the table that differ in their numbers of tokens alone share a compilation."""
     found: dict[str, Job] = {}
     for arch, limit in SHARED_LIMIT.items():
         family = family_of(arch, limit)
         for job in (*sparse_jobs(arch, family), *indexer_jobs(arch, family), *selection_jobs(arch), *other_jobs(arch)):
+            found.setdefault(repr(job), job)
+        for job in input_jobs(arch):
             found.setdefault(repr(job), job)
     return list(found.values())
 

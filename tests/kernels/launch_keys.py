@@ -16,6 +16,8 @@ import torch
 from glm5deploy.kernels import indexer, tuning
 from glm5deploy.kernels.attention import sparse_mla_fwd, split_workspace_elements
 from glm5deploy.kernels.latent_cache import store_latent
+from glm5deploy.kernels.latent_input import latent_input
+from glm5deploy.kernels.query_input import query_input
 from glm5deploy.kernels.slots import slots_from_positions
 from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
 from glm5deploy.kernels.warmup import Serving, launches
@@ -40,6 +42,8 @@ def step(serving: Serving, tokens: int, width: int, next_n: int) -> None:
     fused = torch.zeros(tokens, 2624, dtype=kind)
     slots64 = torch.zeros(tokens + 1, dtype=torch.int64)[random.randint(0, 1) :][:tokens]
     store_latent(fused[:, 2048:2560], fused[:, 2560:], slots64, cache)
+    if serving.query_rank:
+        before_attention(serving, fused, slots64, cache)
     projected = torch.zeros(tokens, 128 + serving.index_heads, dtype=kind)
     angles, norm = torch.zeros(9, 64, dtype=kind), torch.zeros(128)
     key = torch.zeros(tokens, 128, dtype=kind)
@@ -62,6 +66,17 @@ def step(serving: Serving, tokens: int, width: int, next_n: int) -> None:
     workspace = torch.empty(split_workspace_elements(heads, serving.topk, device))
     lse = torch.empty(serving.max_tokens, heads).view(-1)[: tokens * heads].view(tokens, heads)
     sparse_mla_fwd((latent, rope), cache.view(-1, rows_wide), slots, counts, 0.06, lse=lse, workspace=workspace)
+
+
+def before_attention(serving: Serving, fused: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> None:
+    """Latents of all tokens, some of which are padding without a slot, and queries as a part of a product's result."""
+    tokens, kind = len(slots), serving.dtype
+    angles = torch.zeros(9, 64, dtype=kind)
+    norms = torch.ones(serving.query_rank, dtype=kind), torch.ones(512, dtype=kind)
+    latent_input(fused, *norms, 1e-5, slots, angles, slots[random.randint(0, tokens) :], cache)
+    q = torch.zeros(tokens, serving.heads, serving.query_nope + 64, dtype=kind)
+    both = torch.zeros(serving.heads, serving.query_nope + 256, 512, dtype=kind)
+    query_input(q, both[:, : serving.query_nope], slots, angles)
 
 
 def score(
@@ -112,10 +127,12 @@ def packed_many(arch: int) -> bool:
 def main() -> None:
     arch = int(sys.argv[1])
     launch_keys.pretend(arch)
+    torch.bmm = lambda a, b, out: out
     random.seed(arch)
     tuning._INTERPRETED = tuning.Gpu(arch, 132, tuning.family_of(arch, tuning.SHARED_LIMIT[arch]))
+    inputs = {"query_rank": 2048, "query_nope": 192}
     cases = [
-        Serving(heads, 32, topk, 2048, LONG, BLOCK, packed=packed, dtype=dtype, max_next_n=3)
+        Serving(heads, 32, topk, 2048, LONG, BLOCK, packed=packed, dtype=dtype, max_next_n=3, **inputs)
         for heads, topk, packed, dtype in (
             (8, 2048, False, torch.bfloat16),
             (8, 2048, True, torch.bfloat16),

@@ -1,0 +1,141 @@
+"""What follows the first product of a layer's attention, in one launch instead of four.
+
+That product gives each token the query's latent, the key's latent and the key's 64 RoPE values side by side. Both
+latents are normed, the RoPE values rotated, and the key's part is stored into the latent cache.
+
+Numbers are rounded where vLLM 0.32 and 0.33 round them on CUDA: a norm computes in fp32 and rounds its result once,
+RoPE likewise with cosines and sines in the model's type; a packed row is quantised from the rounded latent.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from glm5deploy.kernels.latent_cache import cache_views, rope_offset, store_latent_row, token_stride
+from glm5deploy.kernels.layout import LATENT_DIM, QK_DIM, ROPE_DIM, require
+from glm5deploy.kernels.reference import rope_interleaved
+
+
+@triton.jit(do_not_specialize=["stored"], do_not_specialize_on_alignment=["positions", "slots"])
+def latent_input_kernel(
+    x,  # [T, RANK + 576]
+    q_weight,  # [RANK]
+    kv_weight,  # [512]
+    positions,  # int [T]
+    cos_sin,  # [P, 64]: 32 cosines, then 32 sines
+    slots,  # int [stored]; negative ones are skipped
+    q_out,  # [T, RANK]
+    cache,  # these three as in `store_latent_kernel`
+    cache_scales,
+    cache_ropes,
+    eps,
+    stored,
+    stride_x,
+    stride_block,
+    RANK: tl.constexpr,
+    BR: tl.constexpr,  # at least RANK
+    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Grid (T, 2): the query's part, and the key's."""
+    i_t = tl.program_id(0).to(tl.int64)
+    p_x = x + i_t * stride_x
+    if tl.program_id(1) == 0:
+        o_r = tl.arange(0, BR)
+        m_r = o_r < RANK
+        b_weight = tl.load(q_weight + o_r, mask=m_r, other=0.0).to(tl.float32)
+        b_q = tl.load(p_x + o_r, mask=m_r, other=0.0).to(tl.float32)
+        b_q = b_q * tl.rsqrt(tl.sum(b_q * b_q, axis=0) / RANK + eps) * b_weight
+        tl.store(q_out + i_t * RANK + o_r, b_q.to(q_out.dtype.element_ty), mask=m_r)
+    elif i_t < stored:
+        i_slot = tl.load(slots + i_t).to(tl.int64)
+        if i_slot >= 0:
+            o_d = tl.arange(0, 4)[:, None] * 128 + tl.arange(0, 128)[None, :]
+            o_even = 2 * tl.arange(0, 32)
+            b_weight = tl.load(kv_weight + o_d).to(tl.float32)
+            p_angle = cos_sin + tl.load(positions + i_t).to(tl.int64) * 64 + tl.arange(0, 32)
+            b_cos = tl.load(p_angle).to(tl.float32)
+            b_sin = tl.load(p_angle + 32).to(tl.float32)
+            b_latent = tl.load(p_x + RANK + o_d).to(tl.float32)
+            b_even = tl.load(p_x + (RANK + 512) + o_even).to(tl.float32)
+            b_odd = tl.load(p_x + (RANK + 513) + o_even).to(tl.float32)
+            b_mean = tl.sum(tl.sum(b_latent * b_latent, axis=1), axis=0) / 512
+            b_latent = (b_latent * tl.rsqrt(b_mean + eps) * b_weight).to(x.dtype.element_ty)
+            store_latent_row(b_latent, cache, cache_scales, i_slot, stride_block, BLOCK, PACKED)
+            b_first = (b_even * b_cos - b_odd * b_sin).to(x.dtype.element_ty)
+            b_second = (b_odd * b_cos + b_even * b_sin).to(x.dtype.element_ty)
+            p_rope = cache_ropes + rope_offset(i_slot, stride_block, BLOCK, PACKED) + o_even
+            tl.store(p_rope, b_first.to(cache_ropes.dtype.element_ty))
+            tl.store(p_rope + 1, b_second.to(cache_ropes.dtype.element_ty))
+
+
+def latent_input(
+    x: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+) -> torch.Tensor:
+    """Normed query latents [T, R] of x's type; the keys' rows go to ``slots`` int [S] of ``cache``, in place.
+
+    x [T, R + 576]; weights [R] and [512] of the two norms, eps of both; positions int [T]; cos_sin [P, 64] (cosines,
+    then sines); cache as in :func:`~glm5deploy.kernels.latent_cache.store_latent`. S <= T: later tokens are padding and
+    store nothing, like negative slots.
+    """
+    tokens, rank = x.shape[0], q_weight.shape[0]
+    require(x.shape[1] == rank + QK_DIM and x.stride(1) == 1, f"x must be [T, {rank + QK_DIM}] with unit column stride")
+    require(kv_weight.shape == (LATENT_DIM,), f"the key's norm must have {LATENT_DIM} weights")
+    require(q_weight.is_contiguous() and kv_weight.is_contiguous(), "weights must be contiguous")
+    require(cos_sin.shape[1] == ROPE_DIM and cos_sin.is_contiguous(), f"cos_sin must be [P, {ROPE_DIM}]")
+    require(positions.shape[0] == tokens >= slots.shape[0], "every token needs a position, and no other a slot")
+    packed, scales, ropes = cache_views(cache)
+    out = x.new_empty((tokens, rank))
+    if tokens == 0:
+        return out
+    latent_input_kernel[(tokens, 2)](
+        x,
+        q_weight,
+        kv_weight,
+        positions,
+        cos_sin,
+        slots,
+        out,
+        cache,
+        scales,
+        ropes,
+        eps,
+        slots.shape[0],
+        token_stride(x),
+        cache.stride(0),
+        RANK=rank,
+        BR=triton.next_power_of_2(rank),
+        BLOCK=cache.shape[1],
+        PACKED=packed,
+        num_warps=4,
+    )
+    return out
+
+
+def latent_input_reference(
+    x: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same numbers in torch: normed query latents [T, R] and plain rows [T, 576], both of x's type."""
+    q, latent, rope = x.split([q_weight.shape[0], LATENT_DIM, ROPE_DIM], dim=-1)
+    rotated = rope_interleaved(rope, positions, cos_sin).to(x.dtype)
+    return _rms_norm(q, q_weight, eps), torch.cat((_rms_norm(latent, kv_weight, eps), rotated), dim=-1)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
