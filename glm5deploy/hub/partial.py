@@ -25,6 +25,30 @@ def start_writeback(handle: int, offset: int, length: int) -> None:
         call(handle, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
 
+def partial_path(destination: Path, file: RemoteFile) -> Path:
+    """Where a shard's bytes are until all of them came."""
+    return destination / STATE_FOLDER / f"{file.path}.partial"
+
+
+def _sidecar(partial: Path) -> Path:
+    return partial.with_name(f"{partial.name}.json")
+
+
+def _aside(partial: Path) -> Path:
+    return partial.with_suffix(".mismatch")
+
+
+def discard(destination: Path, file: RemoteFile) -> None:
+    """Remove what a transfer left of a shard that is proved without it.
+
+    That is a first copy that was wrong; a sidecar, where the process was killed between the last two steps of
+    :meth:`Partial.complete`; and where the shard was adopted or put in place by hand, its half of a download.
+    """
+    partial = partial_path(destination, file)
+    for path in (partial, _sidecar(partial), _aside(partial)):
+        path.unlink(missing_ok=True)
+
+
 class Partial:
     """``.fetch/<path>.partial``: append-only, so its length is the offset to go on from, also after SIGKILL.
 
@@ -34,11 +58,11 @@ class Partial:
     """
 
     def __init__(self, destination: Path, file: RemoteFile) -> None:
-        self.path = destination / STATE_FOLDER / f"{file.path}.partial"
-        self.aside = self.path.with_name(f"{file.name}.mismatch")
+        self.path = partial_path(destination, file)
+        self.aside = _aside(self.path)
         self.etag: str | None = None
         self.wrong = False
-        self._sidecar = self.path.with_name(f"{self.path.name}.json")
+        self._sidecar = _sidecar(self.path)
         self._content = {"size": file.size, "hash": file.sha256 or file.git_oid}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         record = read_record(self._sidecar)

@@ -68,11 +68,9 @@ class Transfer:
                 self._note(f"{self._file.name}: hash mismatch, fetching this shard once more")
             finally:
                 partial.close()
-        if partial.aside.exists():
-            if second:  # else it is of another commit's content
-                spans = describe_spans(differing_spans(partial.aside, final))
-                self._note(f"{self._file.name}: the first copy differed in {spans}")
-            partial.aside.unlink()  # our own download, and known to be wrong
+        if second and partial.aside.exists():  # one that stands there otherwise is of another commit's content
+            spans = describe_spans(differing_spans(partial.aside, final))
+            self._note(f"{self._file.name}: the first copy differed in {spans}")
         return Arrived(final, tuple(hasher.prefixes), tuple(self._notes))
 
     def _receive(self, partial: Partial, report: Report) -> FileHash:

@@ -14,6 +14,7 @@ from typing import Literal
 from glm5deploy.errors import DeployError
 from glm5deploy.hub.choice import RemoteFile
 from glm5deploy.hub.hashing import FileHash, first_difference, hash_into
+from glm5deploy.hub.partial import discard, partial_path
 from glm5deploy.hub.plan import FetchPlan
 from glm5deploy.hub.records import STATE_FOLDER, read_record, write_record
 from glm5deploy.progress import Progress, ProgressSink, ignore_progress
@@ -49,10 +50,14 @@ def record_path(destination: Path, file: RemoteFile) -> Path:
 
 
 def record_verified(destination: Path, file: RemoteFile, commit: str, prefixes: Sequence[str]) -> None:
-    """Note that the file in its place has the listed content; holds while size and mtime stay."""
+    """Note that the file in its place has the listed content; holds while size and mtime stay.
+
+    Nothing of an earlier transfer of it is needed any more.
+    """
     found = (destination / file.path).stat()
     content = {"hash": file.sha256 or file.git_oid, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
     write_record(record_path(destination, file), {**content, "commit": commit, "prefixes": list(prefixes)})
+    discard(destination, file)
 
 
 def _withdraw(record: Path) -> None:
@@ -83,7 +88,7 @@ def shard_states(plan: FetchPlan, destination: Path) -> list[ShardState]:
     """What is there of each shard, without reading any content."""
     states = []
     for file in plan.files:
-        final, partial = destination / file.path, destination / STATE_FOLDER / f"{file.path}.partial"
+        final, partial = destination / file.path, partial_path(destination, file)
         if is_verified(destination, file):
             states.append(ShardState(file, "verified", file.size))
         elif final.is_file() and final.stat().st_size == file.size:

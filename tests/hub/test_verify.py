@@ -136,6 +136,33 @@ def test_copies_elsewhere_are_adopted_by_hash(
     assert (elsewhere / names[0]).read_bytes() == fetcher.originals()[0]
 
 
+@pytest.mark.parametrize("proved_by", ["fetch", "verify"])
+def test_what_a_kill_left_of_a_complete_shard_goes_when_it_is_proved(fetcher: Fetcher, proved_by: str) -> None:
+    """The state between the last steps: the shard has its name, its sidecar is there still, and it has no record."""
+    fetcher.run()
+    left = [path.with_name(f"{path.name}.json") for path in (fetcher.partial(1), fetcher.partial(2))]
+    left += [fetcher.partial(2).with_suffix(".mismatch")]
+    for path in left:
+        path.write_bytes(b"{}")
+    for number in (1, 2):
+        fetcher.partial(number).with_suffix(".verified.json").unlink()
+    if proved_by == "verify":
+        verify(fetcher.plan(), fetcher.destination)
+    else:
+        fetcher.run()
+    assert [path for path in left if path.exists()] == []
+    assert [state.state for state in shard_states(fetcher.plan(), fetcher.destination)] == ["verified"] * 3
+
+
+def test_half_a_download_of_an_adopted_shard_goes(fetcher: Fetcher) -> None:
+    half = fetcher.partial(2)
+    half.parent.mkdir(parents=True)
+    half.write_bytes(b"x" * 1000)
+    fetcher.run(adopt=fetcher.source)
+    assert fetcher.server.served["bytes"] == 0
+    assert not half.exists()
+
+
 def _cross_device(*_: object) -> None:
     raise OSError(18, "Invalid cross-device link")
 
