@@ -128,13 +128,14 @@ class HubHandler(BaseHTTPRequestHandler):
 
     def send_body(self, blob: Blob, start: int, end: int) -> None:
         """Bytes ``start`` to ``end`` (exclusive) of the file, straight from the page cache."""
+        self.hub.count("bytes", end - start)  # before a client that has them all can ask for the count
         with blob.source.open("rb") as file:
             file.seek(start)
             try:
                 if end > start:
                     self.connection.sendfile(file, start, end - start)
             finally:
-                self.hub.count("bytes", file.tell() - start)  # sendfile leaves the position where it got to
+                self.hub.count("bytes", file.tell() - end)  # sendfile leaves the position where it got to
 
     def respond_json(self, content: object, headers: dict[str, str] | None = None) -> None:
         body = json.dumps(content).encode()

@@ -48,6 +48,7 @@ def test_a_full_disk_in_mid_transfer_keeps_the_partials(fetcher: Fetcher) -> Non
     assert "run fetch again" in (error.value.hint or "")
     assert (fetcher.destination / QUANT / "m-00001-of-00003.gguf").is_file()
     partial.unlink()
+    fetcher.server.wait_idle()
     served = fetcher.server.served["bytes"]
     fetcher.run()
     assert fetcher.fetched() == fetcher.originals()

@@ -90,6 +90,18 @@ class FaultyHub(LocalHub):
         self.api_faults: list[Callable[[FaultyHandler], bool]] = []
         self.closing = threading.Event()
         self._faults: list[tuple[Fault, str | None]] = []
+        self._sending = 0
+
+    def sending(self, change: int) -> None:
+        with self.lock:
+            self._sending += change
+
+    def wait_idle(self) -> None:
+        """Until no body is being sent: what was ``served`` of one that its reader gave up is then what was sent."""
+        limit = time.monotonic() + 30
+        while self._sending:
+            assert time.monotonic() < limit, "a body is still being sent"
+            time.sleep(0.01)
 
     def inject(self, fault: Fault, *, times: int = 1, match: str | None = None) -> None:
         """``match``: a blob's sha256 that the fault waits for."""
@@ -169,20 +181,26 @@ class FaultyHandler(HubHandler):
         super().send_header(keyword, value)
 
     def send_body(self, blob: Blob, start: int, end: int) -> None:
-        fault, sent = self.fault, 0
-        if fault is None and not self.hub.pace:
-            super().send_body(blob, start, end)
-            return
-        fault = fault or Fault()
+        self.hub.sending(1)
+        try:
+            if self.fault is None and not self.hub.pace:
+                super().send_body(blob, start, end)
+            else:
+                self._send_slices(blob, start, end, self.fault or Fault())
+        finally:
+            self.hub.sending(-1)
+
+    def _send_slices(self, blob: Blob, start: int, end: int, fault: Fault) -> None:
+        sent = 0
         with blob.source.open("rb") as file:
             file.seek(start)
             while start + sent < end:
                 data = bytearray(file.read(min(end - start - sent, *self._stops(fault, sent))))
                 if fault.flip_at is not None and 0 <= fault.flip_at - start - sent < len(data):
                     data[fault.flip_at - start - sent] ^= 0x55
+                self.hub.count("bytes", len(data))  # before a client that has them can ask for the count
                 self.wfile.write(data)
                 sent += len(data)
-                self.hub.count("bytes", len(data))
                 self._misbehave(fault, sent, len(data))
                 if self.close_connection:
                     return
