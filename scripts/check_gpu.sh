@@ -22,6 +22,7 @@ indexer 150 - scores and selection; beside DeepGEMM and vLLM's where vLLM is ins
 engine 600 vllm served numbers: prompts, decoding, side by side, preempted, MTP, packed cache, late compilations
 stack 480 vllm one of eight ranks at full depth: loading, milliseconds a token, kernels
 soak 900 vllm ten minutes of mixed load on a server of its own
+loading 150 - what bounds loading: reading, copying, rearranging, alone and together
 tune 500 - launch parameters measured for both caches, then random steps with them
 quantised 600 vllm products as the engine calls them, loading; two ranks where there are two GPUs
 long 600 vllm contexts of 2,047 to 131,072 tokens, beside vLLM's own attention
@@ -74,6 +75,7 @@ run() {
     soak)
       script soak.py --gguf tests/data/tiny-glm5/GLM-tiny-A-GGUF/UD-Q4_K_XL --preemptions 1 --out "$out/soak" \
         --json "$out/soak.json" ;;
+    loading) script bench_loading.py --out "$out/loading.json" ;;
     tune) tests tests/stages/test_gpu_tune.py ;;
     quantised) tests tests/vllm_plugin/test_gpu_quantised.py tests/vllm_plugin/test_rank_reader.py ;;
     long) tests tests/vllm_plugin/test_gpu_long.py ;;

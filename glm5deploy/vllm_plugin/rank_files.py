@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -48,22 +48,23 @@ class Files:
         width = tensor.type.nbytes(source.columns)
         here = slice(tensor.type.nbytes(slab.columns.start), tensor.type.nbytes(slab.columns.stop))
         file, mapped = self._files[tensor.path]
-        count = piece.r1 - piece.r0
+        count, height = piece.r1 - piece.r0, source.height or source.rows
+        read = here.stop - here.start == width and not piece.transcoded
         bytes_taken = 0
-        for i, expert in enumerate(slab.experts[piece.e0 : piece.e1]):
-            row = expert * (source.height or source.rows) + source.first + slab.rows.start + piece.r0
-            start = tensor.offset + row * width
-            if start + count * width > len(mapped):
+        for i, j in _runs(slab.experts[piece.e0 : piece.e1], read and count == height):
+            row = slab.experts[piece.e0 + i] * height + source.first + slab.rows.start + piece.r0
+            start, size = tensor.offset + row * width, (j - i) * count * width
+            if start + size > len(mapped):
                 raise FileFormatError(
                     f"{tensor.path} ends inside of {tensor.name}", hint="`glm5deploy fetch` mends it."
                 )
-            if here.stop - here.start == width and not piece.transcoded:
-                os.posix_fadvise(file.fileno(), start, count * width, os.POSIX_FADV_WILLNEED)
-                _read(file, out[i].reshape(-1), start)
-                bytes_taken += out[i].size
+            if read:
+                os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
+                _read(file, out[i:j].reshape(-1), start)
+                bytes_taken += size
                 continue
-            _advise(mapped, mmap.MADV_WILLNEED, start, count * width)
-            stored = np.frombuffer(mapped, np.uint8, count * width, start).reshape(count, width)[:, here]
+            _advise(mapped, mmap.MADV_WILLNEED, start, size)
+            stored = np.frombuffer(mapped, np.uint8, size, start).reshape(count, width)[:, here]
             if piece.transcoded:
                 numbers = dequantize(np.array(stored), GGMLQuantizationType(tensor.type.id))
                 out[i] = torch.from_numpy(numbers).to(torch.bfloat16).view(torch.uint8).numpy()
@@ -71,8 +72,20 @@ class Files:
                 np.copyto(out[i], stored)
             bytes_taken += stored.size
             del stored
-            _advise(mapped, mmap.MADV_DONTNEED, start, count * width)
+            _advise(mapped, mmap.MADV_DONTNEED, start, size)
         return bytes_taken
+
+
+def _runs(experts: Sequence[int], together: bool) -> Iterator[tuple[int, int]]:
+    """Positions [i, j) that lie one after the other in the file: neighbours ``together``, else each alone.
+
+    Few calls matter: the threads that read share an interpreter with the one that hands pieces to the device.
+    """
+    i = 0
+    for j in range(1, len(experts) + 1):
+        if j == len(experts) or not together or experts[j] != experts[j - 1] + 1:
+            yield i, j
+            i = j
 
 
 def _read(file: FileIO, out: np.ndarray, offset: int) -> None:

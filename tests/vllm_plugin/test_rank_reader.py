@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from glm5deploy.glm_dsa.tensor_names import TensorPlan, plan_tensors
 from glm5deploy.quants.planes import Planes, empty_planes, repack
 from glm5deploy.quants.reference import dequantize_planes
 from glm5deploy.vllm_plugin import quantised_ops as ops
-from glm5deploy.vllm_plugin import weights
+from glm5deploy.vllm_plugin import rank_files, weights
 from glm5deploy.vllm_plugin.device_memory import without_limit
 from glm5deploy.vllm_plugin.loader import main_placements
 from glm5deploy.vllm_plugin.model_files import ModelFiles
@@ -85,6 +86,25 @@ def test_planes_of_a_slice_are_the_slice_of_planes(kind: str, tmp_path: Path) ->
     width = raw.shape[2] // 2
     expected = repack(kind, torch.from_numpy(raw[:, :, width:].copy()))
     assert all(torch.equal(a, b) for a, b in zip(target.tensors, expected.tensors, strict=True))
+
+
+def test_neighbouring_experts_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole ones alone: part of every expert's rows is not one part of the file."""
+    tensor = random_tensor(tmp_path / "w", "Q4_K", 256, 6, 9)
+    reads: list[int] = []
+    read, experts = rank_files._read, (2, 3, 4, 0, 8, 7)
+
+    def counted(file: FileIO, out: np.ndarray, offset: int) -> None:
+        reads.append(out.size)
+        read(file, out, offset)
+
+    monkeypatch.setattr(rank_files, "_read", counted)
+    for rows, expected in ((range(6), [3, 1, 1, 1]), (range(1, 6), [1] * 6)):
+        reads.clear()
+        target = empty_planes("Q4_K", len(rows), 256, 6)
+        slab = Slab(Source(tensor, "w", 6, 9), target, experts, rows, range(256))
+        assert torch.equal(filled(slab, 1 << 20), numbers(tensor)[list(experts)][:, rows.start :])
+        assert reads == [count * len(rows) * 144 for count in expected]
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "IQ1_S"])
