@@ -23,7 +23,7 @@ engine 600 vllm served numbers: prompts, decoding, side by side, preempted, MTP,
 stack 480 vllm one of eight ranks at full depth: loading, milliseconds a token, kernels
 soak 900 vllm ten minutes of mixed load on a server of its own
 loading 150 - what bounds loading: reading, copying, rearranging, alone and together
-tune 500 - launch parameters measured for both caches, then random steps with them
+tune 720 - launch parameters measured for both caches, then random steps with them
 quantised 600 vllm products as the engine calls them, loading; two ranks where there are two GPUs
 long 600 vllm contexts of 2,047 to 131,072 tokens, beside vLLM's own attention
 sweep 600 - the products again with other launch parameters

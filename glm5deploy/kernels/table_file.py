@@ -27,6 +27,7 @@ _APART = {
     "table_file",
     "tune",
     "tune_cases",
+    "tune_run",
     "warmup",
 }
 
@@ -93,7 +94,7 @@ def load_table(path: Path, of: Gpu) -> Measured:
             _config(LogitsConfig, content["ragged"]) if content["ragged"] else None,
             _config(LogitsConfig, content["paged"]) if content["paged"] else None,
             dict(content["request"]),
-            bool(content["complete"]),
+            _truth(content["complete"]),
         )
     except FileNotFoundError:
         return Measured(refused="there is no such file")
@@ -108,9 +109,18 @@ def _config(kind: type[_Config], entry: Any) -> _Config:
     return kind(**entry)
 
 
+def _truth(value: Any) -> bool:
+    """A bool; of a text "false" or a 0 one cannot tell what was meant."""
+    if type(value) is not bool:
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
+
+
 def _row(entry: Any) -> SparseRow:
     families, heads, tokens, spills = (entry[name] for name in ("families", "max_heads", "max_tokens", "spill_limit"))
-    if not isinstance(families, list) or not all(type(number) is int for number in (heads, tokens, spills)):
+    texts = isinstance(families, list) and all(isinstance(family, str) for family in families)
+    if not texts or not all(type(number) is int for number in (heads, tokens, spills)):
         raise ValueError("a row needs families, max_heads, max_tokens and spill_limit")
-    config = _config(SparseConfig, entry["config"])
-    return SparseRow(tuple(map(str, families)), bool(entry["packed"]), heads, tokens, config, spills)
+    return SparseRow(
+        tuple(families), _truth(entry["packed"]), heads, tokens, _config(SparseConfig, entry["config"]), spills
+    )

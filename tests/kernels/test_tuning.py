@@ -148,14 +148,31 @@ def test_a_missing_or_older_table_is_left_alone(table: Path) -> None:
         lambda text: text.replace('"block_keys": 128', '"block_keys": 128.0'),
         lambda text: text.replace('"block_keys"', '"block_kyes"'),
         lambda text: text.replace('"max_tokens": 4', '"max_tokens": "4"'),
+        lambda text: text.replace('"packed": false', '"packed": "false"'),
+        lambda text: text.replace('"packed": false', '"packed": 0'),
+        lambda text: text.replace('"sm90"\n', "90\n"),
+        lambda text: text.replace('"complete": false', '"complete": "no"'),
         lambda text: "[]",
         lambda text: "",
     ],
-    ids=["cut off", "not an integer", "another name", "a text", "no object", "empty"],
+    ids=[
+        "cut off",
+        "not an integer",
+        "another name",
+        "a text",
+        "a text for false",
+        "0 for false",
+        "a number for a family",
+        "a text for no",
+        "no object",
+        "empty",
+    ],
 )
 def test_a_broken_table_is_refused(table: Path, damage: Callable[[str], str]) -> None:
     table_file.save_table(table, MINE, Measured((ROW,), RAGGED))
-    table.write_text(damage(table.read_text()))
+    whole = table.read_text()
+    assert damage(whole) != whole
+    table.write_text(damage(whole))
     with pytest.raises(ValueError, match="delete it or measure again"):
         table_file.load_table(table, MINE)
 
@@ -165,12 +182,12 @@ def test_the_digest_is_of_what_launches_depend_on(monkeypatch: pytest.MonkeyPatc
         (tmp_path / source.name).write_bytes(source.read_bytes())
     monkeypatch.setattr(table_file, "__file__", str(tmp_path / "table_file.py"))
     digests = []
-    for name in ("reference", "tune", "attention", "sparse_mla", "tuning"):
+    for name in ("reference", "tune", "tune_run", "attention", "sparse_mla", "tuning"):
         (tmp_path / f"{name}.py").write_text((tmp_path / f"{name}.py").read_text() + "# more")
         table_file.code_digest.cache_clear()
         digests.append(table_file.code_digest())
     table_file.code_digest.cache_clear()
-    assert digests[0] == digests[1]
+    assert digests[0] == digests[1] == digests[2]
     assert len(set(digests)) == 4
 
 
