@@ -16,6 +16,8 @@ logger = logging.getLogger("vllm.glm5deploy")
 
 MODEL_CLASS = "glm5deploy.vllm_plugin.model:Glm5ForCausalLM"
 BLOCK_SIZE = 64  # tokens a cache block
+FUSION = "glm5_fusion"  # of vLLM's additional configuration; see latent_attention.py
+FUSIONS = ("off", "latent", "query")
 # What every GLM-5 has, and vLLM takes to be something else where config.json is silent.
 GLM = {"indexer_rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
@@ -42,10 +44,21 @@ def prepare(vllm_config: Any) -> None:
             )
     if not cpu.is_cpu():
         _refuse_types(vllm_config)
+    fusion(vllm_config)
     _warn_of_other_models(vllm_config.model_config.hf_config)
-    compat.split_graphs_at("vllm::glm5_select")
+    for operation in ("vllm::glm5_select", "vllm::glm5_attention"):
+        compat.split_graphs_at(operation)
     vllm_config.attention_config.backend = registration.attention_backend()
     vllm_config.model_config.model_class_overrides[ARCHITECTURE] = MODEL_CLASS
+
+
+def fusion(vllm_config: Any) -> str:
+    """Which of vLLM's operations before attention are fused, one of :data:`FUSIONS`; ValueError for another word."""
+    settings = vllm_config.additional_config
+    chosen = settings.get(FUSION, "latent") if isinstance(settings, dict) else "latent"
+    if chosen not in FUSIONS:
+        raise ValueError(f"{FUSION} in --additional-config must be one of {', '.join(FUSIONS)}, not {chosen!r}")
+    return str(chosen)
 
 
 def _refuse_types(vllm_config: Any) -> None:

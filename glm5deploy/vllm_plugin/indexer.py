@@ -125,6 +125,7 @@ def _reserve(vllm_config: Any, config: Any) -> None:
     from glm5deploy.vllm_plugin import device, engine_config
 
     speculative = vllm_config.speculative_config
+    fusion = engine_config.fusion(vllm_config)
     device.reserve(
         Serving(
             heads=config.num_attention_heads // vllm_config.parallel_config.tensor_parallel_size,
@@ -137,6 +138,8 @@ def _reserve(vllm_config: Any, config: Any) -> None:
             packed=vllm_config.cache_config.cache_dtype == PACKED,
             dtype=vllm_config.model_config.dtype,
             max_next_n=1 + (speculative.num_speculative_tokens if speculative else 0),
+            query_rank=config.q_lora_rank if fusion != "off" else 0,
+            query_nope=config.qk_nope_head_dim if fusion == "query" else 0,
         ),
         torch.device("cuda"),
     )

@@ -12,6 +12,7 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE, GateLinear, Gl
 from glm5deploy.glm_dsa.pipeline_parallel import VARIABLE, partition_variable
 from glm5deploy.vllm_plugin import DRAFT_ARCHITECTURE, compat
 from glm5deploy.vllm_plugin.indexer import Glm5Indexer
+from glm5deploy.vllm_plugin.latent_attention import Glm5LatentAttention
 from glm5deploy.vllm_plugin.registration import attention_backend
 
 DRAFT_CLASS = "glm5deploy.vllm_plugin.model:Glm5MTP"
@@ -41,7 +42,12 @@ class WeightScaledMoE(DeepseekV2MoE):
         super().__init__(*args, **{**kwargs, "apply_routed_scale_to_output": to_output})
 
 
-PARTS = {"Indexer": Glm5Indexer, "GateLinear": Fp32GateLinear, "DeepseekV2MoE": WeightScaledMoE}
+PARTS = {
+    "Indexer": Glm5Indexer,
+    "GateLinear": Fp32GateLinear,
+    "DeepseekV2MoE": WeightScaledMoE,
+    "MultiHeadLatentAttentionWrapper": Glm5LatentAttention,
+}
 
 
 class Glm5ForCausalLM(GlmMoeDsaForCausalLM):

@@ -169,6 +169,7 @@ def settings(dtype: str, cache_dtype: str, **config: Any) -> Any:
         ),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         attention_config=SimpleNamespace(backend=None),
+        additional_config={},
     )
 
 
@@ -235,5 +236,9 @@ def test_kernels_are_warmed_for_the_block_size_that_vllm_settles_on_later(monkey
     made.cache_config.block_size = 16  # vLLM's default while the model is built
     made.scheduler_config = SimpleNamespace(max_num_batched_tokens=256)
     made.model_config.max_model_len = 2048
-    indexer._reserve(made, SimpleNamespace(num_attention_heads=8, index_n_heads=32, index_topk=64))
-    assert [(serving.block_size, serving.dtype) for serving in asked] == [(64, torch.bfloat16)]
+    model = SimpleNamespace(num_attention_heads=8, index_n_heads=32, index_topk=64, q_lora_rank=96, qk_nope_head_dim=48)
+    for fusion in ("off", "latent", "query"):
+        made.additional_config = {"glm5_fusion": fusion}
+        indexer._reserve(made, model)
+    assert {(serving.block_size, serving.dtype) for serving in asked} == {(64, torch.bfloat16)}
+    assert [(serving.query_rank, serving.query_nope) for serving in asked] == [(0, 0), (96, 0), (96, 48)]

@@ -1,0 +1,92 @@
+"""vLLM's layer around latent attention with fewer launches.
+
+Between its first product and attention vLLM launches a norm of the query's latents, a norm of the key's, RoPE of both,
+the store into the cache, and the product with W_UK. The setting ``glm5_fusion`` of vLLM's additional configuration says
+how much of it runs in kernels of this package: ``off`` nothing; ``latent`` both norms, the key's RoPE and the store, in
+one launch; ``query`` also the query's RoPE and W_UK, in one more. Numbers are rounded where vLLM rounds them.
+
+The CPU engine, and a vLLM whose code is not the one that is replaced here, run vLLM's own layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.utils.torch_utils import _encode_layer_name
+
+from glm5deploy.kernels.layout import LATENT_DIM, ROPE_DIM
+from glm5deploy.vllm_plugin import cpu, engine_config, latent_ops, replaced
+from glm5deploy.vllm_plugin.attention import Glm5SparseImpl
+
+logger = init_logger("vllm.glm5deploy")
+
+
+class Glm5LatentAttention(MultiHeadLatentAttentionWrapper):
+    """One layer's projections, indexer and attention; parameters and constructor are vLLM's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        wanted = engine_config.fusion(get_current_vllm_config())
+        self.fusion = "off" if cpu.is_cpu() else wanted
+        obstacle = None if self.fusion == "off" else why_not(self)
+        if obstacle:
+            logger.warning_once("vLLM's own operations run before attention: %s", obstacle)
+            self.fusion = "off"
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """positions int [T], hidden_states [T, hidden] -> [T, hidden]; writes the latent cache and the selection."""
+        if self.fusion == "off" or llama_4_scaling is not None:
+            return super().forward(positions, hidden_states, llama_4_scaling)  # type: ignore[no-any-return]
+        x = self.fused_qkv_a_proj(hidden_states)[0]
+        cos_sin = self.rotary_emb._match_cos_sin_cache_dtype(x)
+        layer = _encode_layer_name(self.mla_attn.layer_name)
+        norm = self.q_a_layernorm
+        q_latent = latent_ops.latent_input(
+            x, positions, cos_sin, norm.weight, self.kv_a_layernorm.weight, norm.variance_epsilon, layer
+        )
+        q = self.q_b_proj(q_latent)[0].view(-1, self.num_heads, self.qk_head_dim)
+        if self.indexer and not self.skip_topk:
+            self.indexer(hidden_states, q_latent, positions, self.indexer_rope_emb)
+        self.mla_attn.impl.record_logical_topk_ready()
+        out = q.new_empty((hidden_states.shape[0], self.num_heads * self.v_head_dim))
+        if self.fusion == "query":
+            latent_ops.attention(q, positions, cos_sin, out, layer)
+        else:
+            rope = q[..., self.qk_nope_head_dim :]
+            q[..., self.qk_nope_head_dim :], _ = self.rotary_emb(positions, rope)
+            # The key is in the cache already: of what stands for it here, our backend reads nothing.
+            key, key_rope = x[:, self.q_lora_rank :].split([LATENT_DIM, ROPE_DIM], dim=-1)
+            torch.ops.vllm.unified_mla_attention_with_output(q, key, key_rope.unsqueeze(1), out, layer)
+        return self.o_proj(out)[0]  # type: ignore[no-any-return]
+
+
+def why_not(layer: Any) -> str | None:
+    """What keeps the kernels from standing in for vLLM's operations in a layer that it has built, or None."""
+    unknown = replaced.unknown()
+    if unknown:
+        return f"this vLLM's {', '.join(unknown)} is not the code that they replace"
+    rotary, norms = layer.rotary_emb, (layer.q_a_layernorm, layer.kv_a_layernorm)
+    checks = {
+        "attention runs on another backend": isinstance(layer.mla_attn.impl, Glm5SparseImpl),
+        "the layer's projections are others": layer.q_lora_rank is not None
+        and layer.g_proj is None
+        and not layer.fuse_qkv_rmsnorm
+        and not layer.dcp_q_replicate,
+        f"latents are not {LATENT_DIM} wide": layer.kv_lora_rank == LATENT_DIM,
+        "RoPE is of another kind": type(rotary) is RotaryEmbedding
+        and (rotary.head_size, rotary.rotary_dim) == (ROPE_DIM, ROPE_DIM)
+        and not (rotary.is_neox_style or rotary.use_flashinfer),
+        "norms are of another kind": all(type(norm) is RMSNorm and norm.has_weight for norm in norms)
+        and all(norm.variance_size_override is None for norm in norms)
+        and all(norm.weight.dtype == torch.get_default_dtype() for norm in norms)
+        and norms[0].variance_epsilon == norms[1].variance_epsilon,
+    }
+    return next((obstacle for obstacle, fine in checks.items() if not fine), None)

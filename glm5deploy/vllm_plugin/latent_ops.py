@@ -1,0 +1,97 @@
+"""The operations of :mod:`glm5deploy.vllm_plugin.latent_attention`, opaque to torch.compile as vLLM's own ones are."""
+
+# No `from __future__ import annotations` here: torch derives the operations' schemas from annotations that are objects.
+from typing import Any
+
+import torch
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name, direct_register_custom_op
+
+from glm5deploy.kernels.layout import PACKED_ROW_BYTES, QK_DIM
+from glm5deploy.vllm_plugin import PACKED
+
+
+def glm5_latent_input(
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    layer_name: LayerNameType,
+) -> torch.Tensor:
+    """Norm the latents x [T, R + 576] of query and key, store the key's with its RoPE: the query's [T, R].
+
+    As vLLM's own store, part of every CUDA graph: slots lie in a buffer that keeps its address.
+    """
+    from glm5deploy.kernels.latent_input import latent_input
+
+    _, attention, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
+    if slots is None or not cache.numel():
+        slots, cache = positions.new_empty(0), _no_cache(attention, x)
+    return latent_input(x, q_weight, kv_weight, eps, positions, cos_sin, slots.flatten(), cache)
+
+
+def _no_cache(attention: Any, x: torch.Tensor) -> torch.Tensor:
+    """What a profiling run, which has no cache yet, names instead: the kernel is then the one that serving runs."""
+    from glm5deploy.vllm_plugin.engine_config import BLOCK_SIZE
+
+    if attention.kv_cache_dtype == PACKED:
+        return torch.empty((1, BLOCK_SIZE, PACKED_ROW_BYTES), dtype=torch.uint8, device=x.device)
+    return x.new_empty((1, BLOCK_SIZE, QK_DIM))
+
+
+def _latent_input_fake(
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    layer_name: LayerNameType,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], q_weight.shape[0]))
+
+
+@eager_break_during_capture  # type: ignore[untyped-decorator]
+@maybe_transfer_kv_layer  # type: ignore[untyped-decorator]
+def glm5_attention(
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    output: torch.Tensor,
+    layer_name: LayerNameType,
+) -> None:
+    """Attention of q [T, H, N + 64], RoPE not applied yet, over the layer's cache into ``output`` [T, H * V]."""
+    from glm5deploy.kernels.query_input import query_input
+
+    metadata, attention, cache, _ = get_attention_context(_resolve_layer_name(layer_name))
+    if metadata is None:
+        output.zero_()
+        return
+    tokens = metadata.num_actual_tokens
+    query = query_input(q[:tokens], attention.W_UK_T, positions[:tokens], cos_sin)
+    out, _ = attention.impl.forward_mqa(query, cache, metadata, attention)
+    attention._v_up_proj(out, out=output[:tokens])
+
+
+def _attention_fake(
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    output: torch.Tensor,
+    layer_name: LayerNameType,
+) -> None:
+    return None
+
+
+direct_register_custom_op(
+    op_name="glm5_latent_input", op_func=glm5_latent_input, mutates_args=[], fake_impl=_latent_input_fake
+)
+direct_register_custom_op(
+    op_name="glm5_attention", op_func=glm5_attention, mutates_args=["output"], fake_impl=_attention_fake
+)
+latent_input = torch.ops.vllm.glm5_latent_input
+attention = torch.ops.vllm.glm5_attention

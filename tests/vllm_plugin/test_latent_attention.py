@@ -1,0 +1,76 @@
+"""Fused operations before attention: the layer with them, interpreted, and what decides whether they are used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from glm5deploy.vllm_plugin import replaced
+from glm5deploy.vllm_plugin.engine_config import fusion
+from tests.vllm_plugin.conftest import Run
+
+
+@pytest.fixture(scope="module")
+def report(model_folder: Callable[[Run], Path]) -> Any:
+    folder = model_folder(Run("B-Q8"))
+    command = [sys.executable, "-m", "tests.support.interpreted_layer", str(folder)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    child = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert child.returncode == 0, child.stderr[-3000:]
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def test_a_fused_layer_computes_stores_and_selects_what_vllms_own_does(report: Any) -> None:
+    """A layer with an indexer and one that shares its selection; prompts and decoding, both with padding."""
+    records = report["layers"]
+    assert [record["fusion"] for record in records] == ["latent", "query"] * 2
+    for record in records:
+        assert record["launched"] == {"latents": 2} | ({"queries": 2} if record["fusion"] == "query" else {})
+        assert record["outputs"] <= 2e-6, record
+        assert record["cache"] <= 1e-6, record
+        assert record["selected"] == 0, record
+        assert record["profiled"], record
+
+
+def test_layers_are_fused_where_they_are_the_known_ones(report: Any) -> None:
+    assert report["built"] == ["off", "off"], "the CPU engine stays with vLLM's own layer"
+    known, *changed = report["obstacles"]
+    assert known is None
+    assert changed == [
+        "the layer's projections are others",
+        "RoPE is of another kind",
+        "norms are of another kind",
+        "attention runs on another backend",
+    ]
+
+
+def test_code_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    replaced.unknown.cache_clear()
+    assert replaced.unknown() == ()
+    monkeypatch.setattr(RMSNorm, "forward_cuda", RMSNorm.forward_native)
+    replaced.unknown.cache_clear()
+    assert replaced.unknown() == ("RMSNorm.forward_cuda",)
+    monkeypatch.undo()
+    replaced.unknown.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen"), [({}, "latent"), ({"glm5_fusion": "off"}, "off"), (object(), "latent")]
+)
+def test_the_setting(settings: Any, chosen: str) -> None:
+    assert fusion(SimpleNamespace(additional_config=settings)) == chosen
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be one of off, latent, query, not 'all'"):
+        fusion(SimpleNamespace(additional_config={"glm5_fusion": "all"}))
