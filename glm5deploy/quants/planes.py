@@ -147,21 +147,29 @@ class Fields:
     halves: torch.Tensor
 
 
-def fields_of(fmt: Format, raw: torch.Tensor) -> Fields:
-    """Take row bytes uint8 [..., N, row bytes] of a quantised type apart."""
+def _split(fmt: Format, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Row bytes of a quantised type: low and high bits of the codes, uint8 [..., N, S, 256], words and halves."""
     blocks = _blocks(fmt, raw)
+    high: torch.Tensor | None = None
     if fmt.transcoded:
         codes, scale_bytes = sign_magnitude(fmt, blocks.squeeze(-2))
+        low = codes & ((1 << fmt.low) - 1) if fmt.high else codes
+        high = codes >> fmt.low if fmt.high else None
     else:
         assert fmt.low_bits is not None
-        codes = _take_bits(blocks, fmt.low_bits)
-        if fmt.high_bits is not None:
-            codes = codes | (_take_bits(blocks, fmt.high_bits) << fmt.low)
+        low = _take_bits(blocks, fmt.low_bits)
+        high = _take_bits(blocks, fmt.high_bits) if fmt.high_bits is not None else None
         start, size = fmt.words
         scale_bytes = blocks[..., start : start + size].flatten(-2)
     halves = [blocks[..., at : at + 2].flatten(-2) for at in fmt.halves]
     half_bytes = torch.cat(halves, -1) if halves else scale_bytes[..., :0]
-    return Fields(codes, _reinterpret(scale_bytes, torch.int32), _reinterpret(half_bytes, torch.int16))
+    return low, high, _reinterpret(scale_bytes, torch.int32), _reinterpret(half_bytes, torch.int16)
+
+
+def fields_of(fmt: Format, raw: torch.Tensor) -> Fields:
+    """Take row bytes uint8 [..., N, row bytes] of a quantised type apart."""
+    low, high, words, halves = _split(fmt, raw)
+    return Fields(low if high is None else low | (high << fmt.low), words, halves)
 
 
 def raw_of(fmt: Format, fields: Fields, columns: int) -> torch.Tensor:
@@ -182,11 +190,12 @@ def raw_of(fmt: Format, fields: Fields, columns: int) -> torch.Tensor:
 
 
 def _pack(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Codes uint8 [E, N, S, 256], below 2^width each, to a plane."""
-    fields = codes.unflatten(-1, (width, 16 // width, 16)).to(torch.int16)  # [E, N, S, part, field of it, j]
-    shifts = torch.arange(0, 16, width, dtype=torch.int16, device=codes.device)
-    packed = (fields << shifts[:, None]).sum(-2, dtype=torch.int16)
-    return packed.permute(0, 2, 3, 1, 4).contiguous()
+    """Codes uint8 [E, N, S, 256], below 2^width each, to a plane. Bytes stay bytes to the end: loading does this."""
+    fields = codes.unflatten(-1, (width, 2, 8 // width, 16))  # [E, N, S, part, byte of it, field of that, j]
+    while fields.shape[-2] > 1:
+        fields = fields[..., ::2, :] | (fields[..., 1::2, :] << width)
+        width *= 2
+    return fields.squeeze(-2).permute(0, 2, 3, 1, 5, 4).contiguous().view(torch.int16).squeeze(-1)
 
 
 def _unpack(plane: torch.Tensor, width: int) -> torch.Tensor:
@@ -213,16 +222,15 @@ def repack(type_name: str, raw: torch.Tensor, columns: int | None = None) -> Pla
         dense = raw.contiguous().view(_DENSE_DTYPES[fmt.name]).to(torch.bfloat16)
         dense = torch.nn.functional.pad(dense, (0, -found % SUPER)).unflatten(-1, (-1, 16, 16))
         return Planes(fmt, rows, found, dense.permute(0, 2, 3, 1, 4).contiguous(), None, None, None)
-    parts = fields_of(fmt, raw)
-    low = parts.codes & ((1 << fmt.low) - 1) if fmt.high else parts.codes
+    low, high, words, halves = _split(fmt, raw)
     return Planes(
         fmt,
         rows,
         found,
         _pack(low, fmt.low),
-        _pack(parts.codes >> fmt.low, fmt.high) if fmt.high else None,
-        parts.words.permute(0, 2, 3, 1).contiguous() if fmt.word_count else None,
-        parts.halves.permute(0, 2, 3, 1).contiguous() if fmt.half_count else None,
+        None if high is None else _pack(high, fmt.high),
+        words.permute(0, 2, 3, 1).contiguous() if fmt.word_count else None,
+        halves.permute(0, 2, 3, 1).contiguous() if fmt.half_count else None,
     )
 
 
