@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,3 +91,8 @@ def changed_file(facts: Mapping[str, object]) -> str | None:
     if now["mtime_ns"] != facts["mtime_ns"]:
         return f"{path} was modified"
     return None
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that an ordinary user may still write in the file system that ``path`` is or will be on."""
+    return shutil.disk_usage(next(there for there in (path, *path.parents) if there.exists())).free

@@ -10,6 +10,7 @@ import typer
 from glm5deploy.cli.options import DEFAULT_WORKDIR, ConfigOpt, DryRunOpt, ForceOpt, JsonOpt, WorkdirOpt
 from glm5deploy.cli.session import Session, current_output
 from glm5deploy.errors import UsageError
+from glm5deploy.sizes import human_bytes
 
 if TYPE_CHECKING:
     from glm5deploy.gguf_files.merge_options import MergeOptions
@@ -115,6 +116,6 @@ def _merge_alone(source: Path, output: Path | None, options: MergeOptions, *, js
     }
     if json_mode and result.sha256:
         value["sha256"] = result.sha256
-    done = "is merged already" if result.mode == "none" else f"{result.nbytes} bytes"
+    done = "is merged already" if result.mode == "none" else human_bytes(result.nbytes)
     verified = f", {len(result.sha256)} tensors verified" if result.sha256 else ""
     out.result(value, f"{result.output}: {done}{verified}")

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from glm5deploy.cli.text import cell, human_bytes, human_seconds, lines
+from glm5deploy.cli.text import cell, human_seconds, lines
 from glm5deploy.progress import Progress
+from glm5deploy.sizes import human_bytes
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars

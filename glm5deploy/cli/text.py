@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-
-def human_bytes(count: float) -> str:
-    """Decimal units, as disks and hubs count: 430 GB, 1.5 MB, 12 B."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
+from glm5deploy.sizes import human_bytes
 
 
 def human_seconds(seconds: float) -> str:

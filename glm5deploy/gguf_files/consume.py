@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from glm5deploy.errors import DiskFullError, UsageError
-from glm5deploy.files import sync_folder
+from glm5deploy.files import free_bytes, sync_folder
 from glm5deploy.gguf_files.identity import Identity, identity_of
 from glm5deploy.gguf_files.linux_files import can_punch, punch_hole
 from glm5deploy.gguf_files.merge_plan import Copy, Plan
 from glm5deploy.gguf_files.shards import CONSUMED
-from glm5deploy.gguf_files.space import free_bytes
+from glm5deploy.sizes import human_bytes
 
 
 class Consumption:
@@ -61,7 +61,7 @@ class Consumption:
         free = free_bytes(output.parent)
         if free < needed:
             raise DiskFullError(
-                f"{output.parent}: --consume needs {needed} bytes free, but there are {free}",
+                f"{output.parent}: --consume needs {human_bytes(needed)} free, but there are {human_bytes(free)}",
                 hint="free that much space and run again",
             )
 

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 from glm5deploy.errors import DeployError, DiskFullError
+from glm5deploy.files import free_bytes
+from glm5deploy.sizes import human_bytes
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -26,19 +28,13 @@ def larger_than_cache(size: int) -> bool:
     return size > memory_bytes() // 2
 
 
-def free_bytes(folder: Path) -> int:
-    """Bytes that an ordinary user may still write in the file system of ``folder``."""
-    space = os.statvfs(folder)
-    return space.f_bavail * space.f_frsize
-
-
 def explain(error: OSError, partial: Path, size: int) -> DeployError:
     """A system error during a merge into ``partial`` of ``size`` bytes, as what the user can do about it."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         allocated = partial.stat().st_blocks * 512 if partial.exists() else 0
         return DiskFullError(
-            f"{partial.parent}: {error.strerror}: the merged file needs {size - allocated} more bytes, "
-            f"{free_bytes(partial.parent)} are free",
+            f"{partial.parent}: {error.strerror}: the merged file needs {human_bytes(size - allocated)} more, "
+            f"{human_bytes(free_bytes(partial.parent))} are free",
             hint="free space and run the same command again, it goes on where it stopped; --consume needs the room of "
             "one shard, and serving needs no merge (--no-merge)",
         )

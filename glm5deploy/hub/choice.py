@@ -9,6 +9,7 @@ from itertools import islice
 
 from glm5deploy.errors import HubError, UsageError
 from glm5deploy.hub.names import GgufName, check_repository_path, parse_gguf_name, quant_label
+from glm5deploy.sizes import human_bytes
 
 _NOT_MODELS = ("mmproj-", "imatrix")
 _HEX40 = re.compile(r"[0-9a-f]{40}")
@@ -129,14 +130,5 @@ def describe(sets: Sequence[QuantSet]) -> str:
     for s in sorted(sets, key=lambda s: s.size):
         shown = s.label if labels.count(s.label) == 1 else f"{s.folder}/{s.stem}".lstrip("/")
         shards = f"{len(s.files)} shards, " if len(s.files) > 1 else ""
-        parts.append(f"{shown} ({shards}{format_bytes(s.size)})")
+        parts.append(f"{shown} ({shards}{human_bytes(s.size)})")
     return ", ".join(parts)
-
-
-def format_bytes(count: float) -> str:
-    """Decimal units, as the hub shows sizes: ``430.2 GB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import errno
-import shutil
 from pathlib import Path
 
 from glm5deploy.errors import DeployError, DiskFullError
-from glm5deploy.hub.choice import format_bytes
+from glm5deploy.files import free_bytes
+from glm5deploy.sizes import human_bytes
 
 _MOST_SLACK = 64 << 20  # records, logs and what other programs write meanwhile
 _UNMERGED = "`glm5deploy run --no-merge` (GLM5DEPLOY_MERGE_MODE=never for fetch alone)"
-
-
-def free_bytes(path: Path) -> int:
-    """Free bytes of the file system that ``path`` is or will be on."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
 
 
 def same_file_system(a: Path, b: Path) -> bool:
@@ -37,10 +30,10 @@ def require_room(destination: Path, missing: int, later: int) -> None:
     free = free_bytes(destination)
     slack = min(_MOST_SLACK, missing // 16)
     if missing + later + slack > free:
-        then = f" and {format_bytes(later)} for the merge" if later else ""
+        then = f" and {human_bytes(later)} for the merge" if later else ""
         raise DiskFullError(
-            f"{destination} has {format_bytes(free)} free; {format_bytes(missing)} are still to be fetched{then}, "
-            f"with {format_bytes(slack)} to spare",
+            f"{destination} has {human_bytes(free)} free; {human_bytes(missing)} are still to be fetched{then}, "
+            f"with {human_bytes(slack)} to spare",
             hint="free some space, or choose another --workdir"
             + (f"; {_UNMERGED} serves the shards as they are" if later else ""),
         )
@@ -51,8 +44,8 @@ def explain_write_error(error: OSError, destination: Path, missing: int) -> Depl
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         full = "is full" if error.errno == errno.ENOSPC else "has reached your quota"
         return DiskFullError(
-            f"{destination} {full}: {format_bytes(missing)} are still to be fetched, "
-            f"{format_bytes(free_bytes(destination))} are free",
+            f"{destination} {full}: {human_bytes(missing)} are still to be fetched, "
+            f"{human_bytes(free_bytes(destination))} are free",
             hint="free some space and run fetch again; it goes on from where it stopped",
         )
     where = error.filename or destination

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 from pathlib import Path
 
-from glm5deploy.files import sync_folder
-from glm5deploy.hub.choice import RemoteFile
+from glm5deploy.files import free_bytes, sync_folder
 from glm5deploy.hub.records import STATE_FOLDER, read_record, write_record
 
 _WRITEBACK = 32 << 20
@@ -118,7 +116,7 @@ class Partial:
     def set_aside(self) -> None:
         """Complete but wrong: keep the bytes for comparison, where there is room for two copies, and begin again."""
         self.close()
-        if shutil.disk_usage(self.path.parent).free >= self.offset:
+        if free_bytes(self.path.parent) >= self.offset:
             self.path.replace(self.aside)
         else:
             self.path.unlink()

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glm5deploy.errors import HubError
-from glm5deploy.hub.choice import RemoteFile, format_bytes
+from glm5deploy.hub.choice import RemoteFile
 from glm5deploy.hub.faults import Policy, RateWatch, TransferFault
 from glm5deploy.hub.hashing import FileHash, Stopped, differing_spans, hash_into
 from glm5deploy.hub.partial import Partial
 from glm5deploy.hub.source import Body, Source
+from glm5deploy.sizes import human_bytes
 
 _STALLS_BEFORE_SWITCH = 2
 
@@ -118,7 +119,7 @@ class Transfer:
             self._gained += len(view)
             report(file, partial.offset, "")
             if slow and partial.offset < file.size:
-                rate = format_bytes(self._policy.stall_rate)
+                rate = human_bytes(self._policy.stall_rate)
                 raise TransferFault(f"slower than {rate}/s for {self._policy.stall_seconds:g} s", stalled=True)
 
     def _start_over(self, partial: Partial) -> None:
@@ -140,7 +141,7 @@ class Transfer:
         if self._faults > self._policy.retries:
             raise HubError(
                 f"{self._file.path}: {fault.reason}, the {self._faults}th fault in a row; "
-                f"{format_bytes(offset)} of {format_bytes(self._file.size)} are kept",
+                f"{human_bytes(offset)} of {human_bytes(self._file.size)} are kept",
                 hint="run fetch again to go on from there",
             ) from fault
         switch = len(self._sources) > 1 and (self._stalls >= _STALLS_BEFORE_SWITCH or self._faults >= 2)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import shutil
 import socket
 from pathlib import Path
 
 import psutil
 
 from glm5deploy.checks import Check
+from glm5deploy.files import free_bytes
 from glm5deploy.server.api_key import ApiKey
 from glm5deploy.server.model_facts import ModelFacts
 from glm5deploy.server.settings import ServeSettings
@@ -87,7 +87,7 @@ def check_log(log: Path) -> Check:
     if (there != log and not there.is_dir()) or not os.access(there, os.W_OK):
         what = "is no folder" if there != log and not there.is_dir() else "cannot be written"
         return Check("log", "fail", f"no log at {log}: {there} {what}", "choose another folder with --workdir")
-    free = shutil.disk_usage(there).free
+    free = free_bytes(there)
     if free < _LOG_SPACE:
         return Check("log", "warn", f"{free >> 20} MiB free for {log}", "free some space; logs and caches need it")
     return Check("log", "ok", str(log))
@@ -106,7 +106,7 @@ def check_shared_memory(ranks: int) -> Check:
     """Workers exchange messages through /dev/shm; a container's default of 64 MB is too little for several."""
     if not Path("/dev/shm").is_dir():
         return Check("shared memory", "warn", "there is no /dev/shm", "docker: --ipc=host")
-    free, wanted = shutil.disk_usage("/dev/shm").free, ranks * _SHARED_MEMORY
+    free, wanted = free_bytes(Path("/dev/shm")), ranks * _SHARED_MEMORY
     if free < wanted:
         return Check(
             "shared memory",

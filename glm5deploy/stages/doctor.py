@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,9 @@ import httpx
 
 from glm5deploy.checks import Check
 from glm5deploy.errors import DeployError
+from glm5deploy.files import free_bytes
 from glm5deploy.server.preflight import check_open_files, check_shared_memory
+from glm5deploy.sizes import human_bytes
 from glm5deploy.stages.engine_probe import probe_engine
 from glm5deploy.stages.gpu_preflight import check_collectives, gpu_checks, read_machine
 from glm5deploy.stages.install import installed_versions
@@ -75,12 +76,12 @@ def check_engine(probe: Probe) -> Check:
 def check_disk(workdir: Path) -> Check:
     """Free space, and the write rate of a small file: what fetch and merge live on."""
     folder = next(path for path in (workdir, *workdir.parents) if path.is_dir())
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     try:
         rate = _write_rate(folder)
     except OSError as error:
         return Check("disk", "fail", f"{folder}: {error.strerror}", "choose another folder with --workdir")
-    found = f"{folder}: {free / 1e9:.0f} GB free, writes {rate / 1e6:.0f} MB/s"
+    found = f"{folder}: {human_bytes(free)} free, writes {human_bytes(rate)}/s"
     if free < _SMALL_DISK:
         return Check("disk", "warn", found, "a 4-bit GLM-5 has 430 GB; give --workdir a larger disk")
     return Check("disk", "ok", found)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from glm5deploy.config import Config, ModelConfig
 from glm5deploy.errors import DeployError, UsageError
-from glm5deploy.files import changed_file, file_facts
+from glm5deploy.files import changed_file, file_facts, free_bytes
 from glm5deploy.pipeline.stage import Context, Json
 from glm5deploy.progress import ProgressSink
 
@@ -56,7 +56,6 @@ class FetchStage:
         return reasons
 
     def plan(self, context: Context) -> Json:
-        from glm5deploy.hub.disk import free_bytes
         from glm5deploy.hub.verify import shard_states
         from glm5deploy.stages.fetch_release import bytes_for_merge
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from glm5deploy.errors import DeployError
-from glm5deploy.files import changed_file, file_facts
+from glm5deploy.files import changed_file, file_facts, free_bytes
 from glm5deploy.gguf_files.copy import merge
 from glm5deploy.gguf_files.journal import load_journal
 from glm5deploy.gguf_files.merge_job import journal_path
@@ -16,8 +16,8 @@ from glm5deploy.gguf_files.merge_options import MergeOptions, Mode
 from glm5deploy.gguf_files.merge_plan import plan_merge
 from glm5deploy.gguf_files.shard_checks import COUNT_KEY, TENSORS_KEY
 from glm5deploy.gguf_files.shards import ShardSet, parse_shard_name
-from glm5deploy.gguf_files.space import free_bytes
 from glm5deploy.pipeline.stage import Context, Json
+from glm5deploy.sizes import human_bytes
 from glm5deploy.stages.fetched import fetched_shards, require_unchanged
 from glm5deploy.stages.released import MERGED, Release, announce_release, release_of
 
@@ -64,7 +64,7 @@ class MergeStage:
             "would": f"merge {len(shards.paths)} shards",
             "output": str(output),
             "bytes": plan.size,
-            "free_bytes": free_bytes(_existing(output.parent)),
+            "free_bytes": free_bytes(output.parent),
             "tensors": len(plan.tensors),
             "consume": context.config.merge.consume,
         }
@@ -101,10 +101,10 @@ class MergeStage:
         result = merge(source, output, options, progress=context.events.progress, checkpoint=context.events.checkpoint)
         how = {"none": "was merged already", "direct": "copied past the page cache", "buffered": "copied"}[result.mode]
         if result.cloned:
-            how += f", {result.cloned} bytes shared with the shards"
+            how += f", {human_bytes(result.cloned)} shared with the shards"
         if result.sha256:
             how += f", {len(result.sha256)} tensors verified"
-        return _outputs("merged", (output,), f"{output}: {result.nbytes} bytes, {how}")
+        return _outputs("merged", (output,), f"{output}: {human_bytes(result.nbytes)}, {how}")
 
 
 def _open(context: Context) -> ShardSet:
@@ -129,9 +129,9 @@ def _decide(context: Context, shards: ShardSet, output: Path) -> tuple[str, str]
     if config.mode == "never":
         return "shards", "the engine reads the shards themselves"
     if config.mode == "auto" and not config.consume and not output.exists() and not journal_path(output).exists():
-        free, needed = free_bytes(_existing(output.parent)), shards.file_bytes
+        free, needed = free_bytes(output.parent), shards.file_bytes
         if free < needed + needed // 50:
-            return "shards", f"merging needs {needed} bytes, {free} are free"
+            return "shards", f"merging needs {human_bytes(needed)}, {human_bytes(free)} are free"
     return "merged", ""
 
 
@@ -163,10 +163,6 @@ def _is_releasing(context: Context, output: Path) -> bool:
 
 def _contents(context: Context) -> dict[Path, str]:
     return {shard.path: shard.sha256 for shard in fetched_shards(context)}
-
-
-def _existing(folder: Path) -> Path:
-    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
 
 
 def _outputs(kind: str, paths: tuple[Path, ...], summary: str) -> Json:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from glm5deploy.config import Config
+from glm5deploy.files import free_bytes
 from glm5deploy.glm_dsa.memory import sizes_by_role
 from glm5deploy.hardware.gpus import GpuGroup
 from glm5deploy.server.model_table import ModelTable
 from glm5deploy.server.plan import LayoutPlan, Wishes, role_bytes
+from glm5deploy.sizes import human_bytes
 from glm5deploy.stages.model_headers import FoundModel
 
 _START_SECONDS = 120.0  # imports, profiling, graphs and warm-up with warm caches
@@ -106,7 +107,7 @@ def layout_row(plan: LayoutPlan) -> dict[str, Any]:
     layout = plan.layout
     verdict = "; ".join(plan.obstacles)
     if not verdict and not plan.fits:
-        verdict = f"{-plan.fullest.free / 1e9:.1f} GB too much on a GPU"
+        verdict = f"{human_bytes(-plan.fullest.free)} too much on a GPU"
     return {
         "tp": layout.tp,
         "pp": layout.pp,
@@ -120,7 +121,6 @@ def layout_row(plan: LayoutPlan) -> dict[str, Any]:
 
 def disk_words(found: FoundModel, workdir: Path) -> dict[str, Any]:
     size = found.shards.file_bytes
-    existing = next(folder for folder in (workdir, *workdir.parents) if folder.exists())
     several = len(found.shards.headers) > 1
     fetched = size if found.remote else 0
     return {
@@ -128,7 +128,7 @@ def disk_words(found: FoundModel, workdir: Path) -> dict[str, Any]:
         "with_merge_bytes": fetched + (size if several else 0),
         "merge_consume_bytes": fetched + (found.largest_file if several else 0),
         "no_merge_bytes": fetched,
-        "free_bytes": shutil.disk_usage(existing).free,
+        "free_bytes": free_bytes(workdir),
     }
 
 

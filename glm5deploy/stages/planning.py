@@ -22,6 +22,7 @@ from glm5deploy.server.plan import (
     decode_limit,
     plan_layout,
 )
+from glm5deploy.sizes import human_bytes
 from glm5deploy.stages import plan_words as words
 from glm5deploy.stages.model_headers import FoundModel
 from glm5deploy.stages.plan_words import Rates
@@ -117,18 +118,18 @@ def _notes(
     if plan.stages and not plan.fits:
         fewest = fewest_gpus(model, group, wishes)
         notes.append(
-            f"weights and work space take {(plan.fullest.usable - plan.fullest.free) / 1e9:.1f} GB of "
-            f"{plan.fullest.usable / 1e9:.1f} GB on a GPU; "
+            f"weights and work space take {human_bytes(plan.fullest.usable - plan.fullest.free)} of "
+            f"{human_bytes(plan.fullest.usable)} on a GPU; "
             + (f"{fewest} of these GPUs would do" if fewest else f"not even {_MOST_GPUS} of these GPUs would do")
         )
     disk = words.disk_words(found, workdir)
     if disk["with_merge_bytes"] > disk["free_bytes"]:
         notes.append(
-            f"{workdir} has {disk['free_bytes'] / 1e9:.1f} GB free: "
+            f"{workdir} has {human_bytes(disk['free_bytes'])} free: "
             + (
                 "merge with --consume, or serve the shards unmerged with --no-merge"
                 if disk["no_merge_bytes"] <= disk["free_bytes"]
-                else f"too little for {disk['no_merge_bytes'] / 1e9:.1f} GB of shards; choose another --workdir"
+                else f"too little for {human_bytes(disk['no_merge_bytes'])} of shards; choose another --workdir"
             )
         )
     if group.gpu.cc not in SUPPORTED_CC:

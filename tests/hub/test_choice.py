@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5deploy.errors import HubError, UsageError
-from glm5deploy.hub.choice import RemoteFile, checked_file, choose_set, format_bytes, group_sets
+from glm5deploy.hub.choice import RemoteFile, checked_file, choose_set, group_sets
 from glm5deploy.hub.names import GgufName
 
 
@@ -139,8 +139,3 @@ def test_every_label_picks_its_own_complete_set(counts: dict[str, int], folders:
 def test_entries_without_size_or_hash_are_refused(entry: tuple[object, ...]) -> None:
     with pytest.raises(HubError):
         checked_file(*entry, None)
-
-
-def test_sizes_are_shown_as_the_hub_shows_them() -> None:
-    shown = [format_bytes(n) for n in (0, 999, 1000, 1_500_000, 430_200_000_000, 2_000_000_000_000)]
-    assert shown == ["0 B", "999 B", "1.0 kB", "1.5 MB", "430.2 GB", "2.00 TB"]

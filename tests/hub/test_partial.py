@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -73,7 +72,7 @@ def test_wrong_bytes_are_kept_beside_for_comparison(tmp_path: Path) -> None:
 def test_wrong_bytes_go_where_there_is_no_room_for_two_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partial = Partial(tmp_path, FILE)
     partial.append(b"z" * 1000)
-    monkeypatch.setattr("glm5deploy.hub.partial.shutil.disk_usage", lambda _: SimpleNamespace(free=999))
+    monkeypatch.setattr("glm5deploy.hub.partial.free_bytes", lambda _: 999)
     partial.set_aside()
     assert not partial.aside.exists()
     assert not partial.path.exists()

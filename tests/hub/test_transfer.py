@@ -6,7 +6,6 @@ import hashlib
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -279,8 +278,7 @@ def test_content_wrong_twice_ends_where_no_first_copy_could_be_kept(
     fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk without room for two copies must not mean fetching the wrong bytes again and again."""
-    full = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=0))
-    monkeypatch.setattr("glm5deploy.hub.partial.shutil", full)
+    monkeypatch.setattr("glm5deploy.hub.partial.free_bytes", lambda _: 0)
     fetcher.server.inject(Fault(flip_at=1_234_567), times=3, match=sha_of(fetcher, 1))
     with pytest.raises(HubError, match="wrong twice"):
         fetcher.run()

@@ -118,7 +118,7 @@ def test_auto_skips_when_the_disk_is_too_full(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(merge_module, "free_bytes", lambda _: 100_000)
     result = merged(pipeline(tmp_path, settings(merge__mode="auto")).run())
     assert result.outputs["kind"] == "shards"
-    assert "100000 are free" in str(result.outputs["summary"])
+    assert "100.0 kB are free" in str(result.outputs["summary"])
     monkeypatch.undo()
     monkeypatch.setattr(merge_module, "free_bytes", lambda _: 10**12)
     line = pipeline(tmp_path, settings(merge__mode="auto"))
