@@ -61,7 +61,7 @@ script() { timeout --kill-after=60 "$seconds" "$python" "scripts/$1" "${@:2}"; }
 # Tests of the step: each result and figure as it comes. Told to stop as by Ctrl-C, for only so servers are stopped too;
 # they have three quarters of the time, and what they have answered until then is judged.
 tests() {
-  GPU_SERVERS_SECONDS=$((seconds * 3 / 4)) timeout --signal=INT --kill-after=60 "$seconds" \
+  GPU_SERVERS_LOGS=$out GPU_SERVERS_SECONDS=$((seconds * 3 / 4)) timeout --signal=INT --kill-after=60 "$seconds" \
     "$python" -m pytest -v -s -rfEs --durations=5 -m gpu -p no:cacheprovider --junitxml="$out/$name.xml" "$@"
 }
 

@@ -29,6 +29,7 @@ from tests.support.goldens import PROMPTS, prompts
 from tests.vllm_plugin.conftest import Recording, Run, record_prompts
 
 LIMIT_SECONDS = float(os.environ.get("GPU_SERVERS_SECONDS", "600"))
+LOGS = os.environ.get("GPU_SERVERS_LOGS")  # a folder that is to have every server's log when it is done
 START_SECONDS = 480.0  # several servers at once may have to compile every kernel
 CORES_A_RANK = 4  # a start is bound by imports and kernel compilation
 # The cache's size is given: profiling it would count what the servers beside this one allocate meanwhile.
@@ -244,6 +245,8 @@ def _serve(run: GpuRun, folder: Path, work: Path, places: Places) -> Result:
         result.failure = f"{type(error).__name__}: {error}"[-3000:]
     log = work / "serve.log"
     result.log = log.read_text(errors="replace") if log.exists() else ""
+    if LOGS:
+        (Path(LOGS) / f"serve-{run.name}.log").write_text(result.log)
     times = f"up after {result.seconds:.0f} s, done after {time.monotonic() - begun:.0f} s"
     print(f"{run.name}: {times} {_cause(result)}", flush=True)
     return result
