@@ -1,7 +1,8 @@
 """What must be the same on every machine of a cluster, collected there and compared here.
 
-Run as ``python -m glm5deploy.server.node_report FOLDER`` on a machine: prints one JSON object. It reads a model
-folder's small files and the sizes of its weight files, and imports no engine.
+Run as ``python -m glm5deploy.server.node_report FOLDER TABLE`` on a machine: prints one JSON object. It reads a model
+folder's small files and the sizes of its weight files, looks whether there are measured launch parameters, and imports
+no engine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LARGEST_REPORT = 4 << 20
 class NodeReport:
     """``versions`` by package, ``model`` the sha256 of every file of the model folder, ``weights`` the size in bytes of
     every weight file (None: not there), ``gpus`` how many device files of NVIDIA GPUs the machine has, ``devices`` the
-    network device of every IP address."""
+    network device of every IP address, ``kernel_table`` whether launch parameters were measured there."""
 
     python: str
     versions: Mapping[str, str]
@@ -36,10 +37,11 @@ class NodeReport:
     weights: Mapping[str, int | None]
     gpus: int
     devices: Mapping[str, str]
+    kernel_table: bool
 
 
-def collect(folder: Path) -> dict[str, Any]:
-    """This machine's report."""
+def collect(folder: Path, table: Path) -> dict[str, Any]:
+    """This machine's report on a model folder and its measured launch parameters."""
     versions = {}
     for package in _PACKAGES:
         try:
@@ -58,6 +60,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "weights": _weights(folder / _MANIFEST),
         "gpus": len([device for device in Path("/dev").glob("nvidia*") if device.name[6:].isdigit()]),
         "devices": {entry.address: device for device, found in psutil.net_if_addrs().items() for entry in found},
+        "kernel_table": table.is_file(),
     }
 
 
@@ -83,6 +86,7 @@ def parse_report(text: str) -> NodeReport:
             weights={str(k): v if isinstance(v, int) else None for k, v in value["weights"].items()},
             gpus=int(value["gpus"]),
             devices={str(k): str(v) for k, v in value["devices"].items()},
+            kernel_table=bool(value["kernel_table"]),
         )
     except (KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"not a report: {error}") from None
@@ -113,4 +117,4 @@ def differences(here: NodeReport, there: NodeReport, local_ranks: int, *, gpus: 
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(collect(Path(sys.argv[1]))) + "\n")
+    sys.stdout.write(json.dumps(collect(*map(Path, sys.argv[1:]))) + "\n")

@@ -32,9 +32,9 @@ class RemoteShell:
     words: tuple[str, ...] = SSH
     python: str = sys.executable
 
-    def report(self, node: Node, folder: Path) -> NodeReport:
+    def report(self, node: Node, folder: Path, table: Path) -> NodeReport:
         """Ask a machine about itself; raises DeployError when it cannot be reached or has no glm5deploy."""
-        line = shlex.join([self.python, "-m", "glm5deploy.server.node_report", str(folder)])
+        line = shlex.join([self.python, "-m", "glm5deploy.server.node_report", str(folder), str(table)])
         hint = f"by hand: {shlex.join([*self.words, node.login, line])}"
         try:
             done = subprocess.run(

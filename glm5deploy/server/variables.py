@@ -11,6 +11,7 @@ from glm5deploy.server.model_facts import ModelFacts
 from glm5deploy.server.settings import ServeSettings
 
 TABLE_VARIABLE = "GLM5DEPLOY_KERNEL_TABLE"
+TABLE_REASON = "launch parameters that were measured on this GPU"
 
 
 def generated_variables(settings: ServeSettings, model: ModelFacts) -> dict[str, tuple[str, str]]:
@@ -29,7 +30,7 @@ def generated_variables(settings: ServeSettings, model: ModelFacts) -> dict[str,
         for name, folder in (("VLLM_CACHE_ROOT", "vllm"), ("TRITON_CACHE_DIR", "triton")):
             variables[name] = (str(settings.cache_dir / folder), "compiled code is kept for the next start")
     if settings.kernel_table is not None:
-        variables[TABLE_VARIABLE] = (str(settings.kernel_table), "launch parameters that were measured on this GPU")
+        variables[TABLE_VARIABLE] = (str(settings.kernel_table), TABLE_REASON)
     if settings.device == "cuda":
         variables["VLLM_USE_FLASHINFER_SAMPLER"] = ("0", "its first use compiles for two minutes")
         return variables

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 from glm5deploy.checks import Check
@@ -15,6 +16,8 @@ from glm5deploy.server.command import ServeCommand
 from glm5deploy.server.node_report import NodeReport, collect, differences, parse_report
 from glm5deploy.server.nodes import Cluster, Node, crosses_machines, is_here, make_cluster, shell_line
 from glm5deploy.server.remote import SSH, RemoteShell, Workers
+from glm5deploy.server.variables import TABLE_REASON, TABLE_VARIABLE
+from glm5deploy.stages.kernel_table import NAME
 from glm5deploy.stages.serve_plan import ServePlan
 
 BY_HAND = ("none",)
@@ -64,19 +67,41 @@ def plan_cluster(plan: ServePlan, config: Config) -> ClusterStart | None:
             hint="run this command on the first machine, or name this one first",
         )
     shell = None if serve.remote_shell == BY_HAND else RemoteShell(serve.remote_shell or SSH)
-    here = parse_report(json.dumps(collect(settings.model_folder)))
-    reports = tuple(_asked(shell, node, settings.model_folder) for node in cluster.nodes[1:]) if shell else ()
+    where = (settings.model_folder, table_of(plan))
+    here = parse_report(json.dumps(collect(*where)))
+    reports = tuple(_asked(shell, node, *where) for node in cluster.nodes[1:]) if shell else ()
     nodes = [_with_interface(node, report) for node, report in zip(cluster.nodes, (here, *reports), strict=False)]
     cluster = replace(cluster, nodes=(*nodes, *cluster.nodes[len(nodes) :]))
     logs = plan.places.log.parent
-    head, *others = [(node, cluster.command(node, plan.command)) for node in cluster.nodes]
-    parts = tuple((node, command, logs / f"node{node.rank}.log") for node, command in others)
-    return ClusterStart(cluster, head[1], parts, shell, here, reports)
+    head, *others = cluster.nodes
+    parts = []
+    for node, report in zip_longest(others, reports):
+        command = with_own_table(plan, report) if isinstance(report, NodeReport) else plan.command
+        parts.append((node, cluster.command(node, command), logs / f"node{node.rank}.log"))
+    return ClusterStart(cluster, cluster.command(head, plan.command), tuple(parts), shell, here, reports)
 
 
-def _asked(shell: RemoteShell, node: Node, folder: Path) -> NodeReport | DeployError:
+def table_of(plan: ServePlan) -> Path:
+    """Where install keeps measured launch parameters, under the same path on every machine."""
+    return plan.memo.with_name(NAME)
+
+
+def with_own_table(plan: ServePlan, report: NodeReport) -> ServeCommand:
+    """The command for another machine: with the launch parameters that were measured there, or with none."""
+    env = {name: value for name, value in plan.command.env.items() if name != TABLE_VARIABLE}
+    reasons = dict(plan.command.reasons)
+    if _measurable(plan) and report.kernel_table:
+        env[TABLE_VARIABLE], reasons[TABLE_VARIABLE] = str(table_of(plan)), TABLE_REASON
+    return replace(plan.command, env=env, reasons=reasons)
+
+
+def _measurable(plan: ServePlan) -> bool:
+    return plan.settings.device == "cuda" and plan.settings.attention == "triton"
+
+
+def _asked(shell: RemoteShell, node: Node, folder: Path, table: Path) -> NodeReport | DeployError:
     try:
-        return shell.report(node, folder)
+        return shell.report(node, folder, table)
     except DeployError as error:
         return error
 
@@ -111,4 +136,16 @@ def cluster_checks(start: ClusterStart, plan: ServePlan) -> list[Check]:
         found = "; ".join(wrong) or "same versions, model folder and weight files"
         remedy = "install the same versions, and run fetch and patch there with the same --workdir" if wrong else ""
         checks.append(Check(f"machine {node.login}", "fail" if wrong else "ok", found, remedy))
+        checks += table_checks(plan, node, there)
     return checks
+
+
+def table_checks(plan: ServePlan, node: Node, there: NodeReport) -> list[Check]:
+    """Which launch parameters another machine takes; nothing where none were measured on either."""
+    name, table = f"kernel table {node.login}", table_of(plan)
+    if _measurable(plan) and there.kernel_table:
+        return [Check(name, "ok", f"its own {table}; each rank's log says whether it fits")]
+    if plan.settings.kernel_table is None:
+        return []
+    found = f"there is no {table} on that machine: its ranks take the built-in parameters"
+    return [Check(name, "warn", found, "glm5deploy install --tune on that machine, with the same --workdir")]

@@ -109,13 +109,16 @@ def test_only_own_addresses_are_here() -> None:
     assert not is_here("192.0.2.1")
 
 
+TABLE = Path("/no/such/kernel-table.json")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_model_folder(tmp_path / "model", weights=tmp_path / "w.gguf")
 
 
 def test_a_machine_equals_itself(folder: Path) -> None:
-    here = parse_report(json.dumps(collect(folder)))
+    here = parse_report(json.dumps(collect(folder, TABLE)))
     assert here.weights == {str(folder.parent / "w.gguf"): 100}
     assert set(here.model) == {path.name for path in folder.iterdir()}
     assert here.versions["glm5deploy"]
@@ -124,17 +127,17 @@ def test_a_machine_equals_itself(folder: Path) -> None:
 
 
 def test_every_difference_is_named(folder: Path) -> None:
-    here = parse_report(json.dumps(collect(folder)))
+    here = parse_report(json.dumps(collect(folder, TABLE)))
     weights = str(folder.parent / "w.gguf")
     there = NodeReport(
-        "3.12.1", {**here.versions, "torch": "1.0"}, {**here.model, "config.json": "0"}, {weights: 99}, 4, {}
+        "3.12.1", {**here.versions, "torch": "1.0"}, {**here.model, "config.json": "0"}, {weights: 99}, 4, {}, False
     )
     found = differences(here, there, 8, gpus=True)
     assert len(found) == 5
     for words in ("torch is 1.0, here it is", "Python is 3.12.1", "differs in config.json", "has 99 bytes, not 100"):
         assert any(words in difference for difference in found), words
     assert "it has 4 GPUs, 8 ranks are to run there" in found
-    bare = NodeReport(here.python, here.versions, {}, {}, 8, {})
+    bare = NodeReport(here.python, here.versions, {}, {}, 8, {}, False)
     assert differences(here, bare, 8, gpus=True) == ["the model folder is not there", f"{weights} is missing"]
 
 
@@ -152,8 +155,8 @@ def shell_here(tmp_path: Path) -> RemoteShell:
 
 
 def test_a_machine_is_asked_through_the_shell(folder: Path, tmp_path: Path) -> None:
-    report = shell_here(tmp_path).report(Node(1, "b", "10.0.0.2"), folder)
-    assert report == parse_report(json.dumps(collect(folder)))
+    report = shell_here(tmp_path).report(Node(1, "b", "10.0.0.2"), folder, TABLE)
+    assert report == parse_report(json.dumps(collect(folder, TABLE)))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,7 @@ def test_a_machine_is_asked_through_the_shell(folder: Path, tmp_path: Path) -> N
 )
 def test_a_machine_that_cannot_be_asked(words: tuple[str, ...], message: str, folder: Path) -> None:
     with pytest.raises(DeployError, match=message) as caught:
-        RemoteShell(words).report(Node(1, "b", "10.0.0.2"), folder)
+        RemoteShell(words).report(Node(1, "b", "10.0.0.2"), folder, TABLE)
     assert "glm5deploy.server.node_report" in str(caught.value.hint)
 
 

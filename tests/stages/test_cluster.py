@@ -7,13 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from glm5deploy.errors import UsageError
-from glm5deploy.stages.cluster import plan_cluster
+from glm5deploy.server.node_report import collect, parse_report
+from glm5deploy.server.nodes import Node
+from glm5deploy.server.variables import TABLE_VARIABLE
+from glm5deploy.stages.cluster import plan_cluster, table_checks, table_of, with_own_table
 from glm5deploy.stages.serve import model_folder
 from glm5deploy.stages.serve_plan import make_plan
 from tests.stages.serving import serve_context
@@ -44,6 +48,28 @@ def test_one_machine_is_no_cluster(tmp_path: Path) -> None:
 def test_the_first_machine_must_be_this_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"the first machine of --nodes is 192\.0\.2\.1"):
         plan_cluster(*planned(tmp_path, nodes=("192.0.2.1", "192.0.2.2"), pp=2))
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["measured there", "not there"])
+@pytest.mark.parametrize("here", [True, False], ids=["measured here", "not here"])
+def test_each_machine_uses_its_own_launch_parameters(here: bool, there: bool, tmp_path: Path) -> None:
+    plan, _ = planned(tmp_path)
+    table = tmp_path / ".glm5deploy" / "kernel-table.json"
+    if here:
+        env = {**plan.command.env, TABLE_VARIABLE: str(table)}
+        plan = replace(plan, command=replace(plan.command, env=env))
+    plan = replace(plan, settings=replace(plan.settings, device="cuda", kernel_table=table if here else None))
+    if there:
+        table.touch()
+    report = parse_report(json.dumps(collect(tmp_path / "model", table_of(plan))))
+    assert with_own_table(plan, report).env.get(TABLE_VARIABLE) == (str(table) if there else None)
+    checks = [(check.level, check.found) for check in table_checks(plan, Node(1, "b", "192.0.2.2"), report)]
+    if there:
+        assert checks == [("ok", f"its own {table}; each rank's log says whether it fits")]
+    elif here:
+        assert checks == [("warn", f"there is no {table} on that machine: its ranks take the built-in parameters")]
+    else:
+        assert checks == []
 
 
 def on_first(machines: tuple[Machine, Machine], code: str, *args: str) -> str:
