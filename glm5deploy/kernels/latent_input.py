@@ -51,22 +51,23 @@ def latent_input_kernel(
         b_q = b_q * tl.rsqrt(tl.sum(b_q * b_q, axis=0) / RANK + eps) * b_weight
         tl.store(q_out + i_t * RANK + o_r, b_q.to(q_out.dtype.element_ty), mask=m_r)
     elif i_t < stored:
+        # All loads at once, also for a token without a slot: waiting for the slot first would take as long again.
         i_slot = tl.load(slots + i_t).to(tl.int64)
+        p_angle = cos_sin + tl.load(positions + i_t).to(tl.int64) * 64 + tl.arange(0, 32)
+        o_d = tl.arange(0, 4)[:, None] * 128 + tl.arange(0, 128)[None, :]
+        o_even = 2 * tl.arange(0, 32)
+        b_weight = tl.load(kv_weight + o_d).to(tl.float32)
+        b_latent = tl.load(p_x + RANK + o_d).to(tl.float32)
+        b_even = tl.load(p_x + (RANK + 512) + o_even).to(tl.float32)
+        b_odd = tl.load(p_x + (RANK + 513) + o_even).to(tl.float32)
+        b_cos = tl.load(p_angle).to(tl.float32)
+        b_sin = tl.load(p_angle + 32).to(tl.float32)
+        b_mean = tl.sum(tl.sum(b_latent * b_latent, axis=1), axis=0) / 512
+        b_latent = (b_latent * tl.rsqrt(b_mean + eps) * b_weight).to(x.dtype.element_ty)
+        b_first = (b_even * b_cos - b_odd * b_sin).to(x.dtype.element_ty)
+        b_second = (b_odd * b_cos + b_even * b_sin).to(x.dtype.element_ty)
         if i_slot >= 0:
-            o_d = tl.arange(0, 4)[:, None] * 128 + tl.arange(0, 128)[None, :]
-            o_even = 2 * tl.arange(0, 32)
-            b_weight = tl.load(kv_weight + o_d).to(tl.float32)
-            p_angle = cos_sin + tl.load(positions + i_t).to(tl.int64) * 64 + tl.arange(0, 32)
-            b_cos = tl.load(p_angle).to(tl.float32)
-            b_sin = tl.load(p_angle + 32).to(tl.float32)
-            b_latent = tl.load(p_x + RANK + o_d).to(tl.float32)
-            b_even = tl.load(p_x + (RANK + 512) + o_even).to(tl.float32)
-            b_odd = tl.load(p_x + (RANK + 513) + o_even).to(tl.float32)
-            b_mean = tl.sum(tl.sum(b_latent * b_latent, axis=1), axis=0) / 512
-            b_latent = (b_latent * tl.rsqrt(b_mean + eps) * b_weight).to(x.dtype.element_ty)
             store_latent_row(b_latent, cache, cache_scales, i_slot, stride_block, BLOCK, PACKED)
-            b_first = (b_even * b_cos - b_odd * b_sin).to(x.dtype.element_ty)
-            b_second = (b_odd * b_cos + b_even * b_sin).to(x.dtype.element_ty)
             p_rope = cache_ropes + rope_offset(i_slot, stride_block, BLOCK, PACKED) + o_even
             tl.store(p_rope, b_first.to(cache_ropes.dtype.element_ty))
             tl.store(p_rope + 1, b_second.to(cache_ropes.dtype.element_ty))

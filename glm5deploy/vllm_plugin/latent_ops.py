@@ -31,7 +31,7 @@ def glm5_latent_input(
     _, attention, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
     if slots is None or not cache.numel():
         slots, cache = positions.new_empty(0), _no_cache(attention, x)
-    return latent_input(x, q_weight, kv_weight, eps, positions, cos_sin, slots.flatten(), cache)
+    return latent_input(x, q_weight, kv_weight, eps, positions, cos_sin, slots.flatten()[: x.shape[0]], cache)
 
 
 def _no_cache(attention: Any, x: torch.Tensor) -> torch.Tensor:
