@@ -75,9 +75,11 @@ def verify(
     from glm5deploy.stages.fetch import verify_fetched
 
     session = Session.open(workdir=workdir, config=config, json_mode=json_mode, flags=model_flags(model))
-    rows = verify_fetched(session.config, session.workdir, parallel=parallel, progress=session.output.progress)
-    damaged = [row for row in rows if row["verdict"] not in ("sound", "released")]
-    session.output.result({"shards": rows, "damaged": len(damaged)})
+    found = verify_fetched(session.config, session.workdir, parallel=parallel, progress=session.output.progress)
+    damaged = [row for row in found.rows if row["verdict"] not in ("sound", "released")]
+    session.output.result({"shards": found.rows, "damaged": len(damaged), "recorded": not found.unrecorded})
+    if found.unrecorded:
+        session.output.warning(f"{found.unrecorded}; what was found is not recorded")
     if damaged:
         session.output.note("hint: glm5deploy fetch --repair brings the damaged shards again")
         raise typer.Exit(1)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from glm5deploy.files import free_bytes, sync_folder
+from glm5deploy.hub.choice import RemoteFile
 from glm5deploy.hub.records import STATE_FOLDER, read_record, write_record
 
 _WRITEBACK = 32 << 20

@@ -106,10 +106,12 @@ def verify(
     *,
     parallel: int | None = None,
     progress: ProgressSink = ignore_progress,
+    record: bool = True,
 ) -> list[Verdict]:
     """Hash every shard of the plan, ``parallel`` at a time (one a core), and give a verdict on each in shard order.
 
     Sound shards are recorded as verified; the records of others are withdrawn, so that fetch brings them again.
+    Without ``record`` nothing is written.
     """
     done = {file.path: 0 for file in plan.files}
     lock = threading.Lock()
@@ -121,7 +123,7 @@ def verify(
         progress(Progress(file.name, count, file.size, note="hashing"))
         progress(Progress("total", total, plan.size, note="hashing"))
 
-    return check_files(plan, destination, plan.files, parallel=parallel, report=report)
+    return check_files(plan, destination, plan.files, parallel=parallel, report=report, record=record)
 
 
 def check_files(
@@ -131,12 +133,13 @@ def check_files(
     *,
     parallel: int | None = None,
     report: Callable[[RemoteFile, int], None] = lambda _f, _n: None,
+    record: bool = True,
 ) -> list[Verdict]:
     """:func:`check_file` for several shards at once, in their order; an interrupt stops all of them."""
     stop = threading.Event()
 
     def one(file: RemoteFile) -> Verdict:
-        return check_file(plan, destination, file, report=lambda count: report(file, count), stop=stop)
+        return check_file(plan, destination, file, report=lambda count: report(file, count), stop=stop, record=record)
 
     workers = max(1, min(parallel or os.cpu_count() or 1, len(files)))
     with ThreadPoolExecutor(workers, thread_name_prefix="verify") as pool:
@@ -154,21 +157,35 @@ def check_file(
     *,
     report: Callable[[int], None] = lambda _: None,
     stop: threading.Event | None = None,
+    record: bool = True,
 ) -> Verdict:
-    """Hash one shard; records or withdraws its verification.
+    """Hash one shard; records or withdraws its verification, unless nothing is to be written (``record``).
 
     :raises DeployError: it may not be read, or cannot be for want of memory or handles.
     :raises Stopped: ``stop`` was set.
     """
-    path, record = destination / file.path, record_path(destination, file)
+    hasher = FileHash(file)
+    verdict = _judge(destination, file, hasher, report, stop)
+    if record and verdict.problem:
+        _withdraw(record_path(destination, file))
+    elif record:
+        record_verified(destination, file, plan.commit, hasher.prefixes)
+    return verdict
+
+
+def _judge(
+    destination: Path,
+    file: RemoteFile,
+    hasher: FileHash,
+    report: Callable[[int], None],
+    stop: threading.Event | None,
+) -> Verdict:
+    path = destination / file.path
     try:
         size = path.stat().st_size
     except FileNotFoundError:
-        _withdraw(record)
         return Verdict(file, path, "missing", f"{path} is missing")
-    hasher = FileHash(file)
     if size != file.size:
-        _withdraw(record)
         return Verdict(file, path, "size", f"{path} has {size} bytes, the listing says {file.size}")
     try:
         hash_into(hasher, path, size, report=report, stop=stop)
@@ -177,14 +194,11 @@ def check_file(
         if error.errno in _NOT_ITS_CONTENT:
             hint = "that is no damage; put it right and run again"
             raise DeployError(f"{path} cannot be read: {reason}", hint=hint) from error
-        _withdraw(record)
         return Verdict(file, path, "unreadable", f"{path} cannot be read after byte {hasher.count}: {reason}")
     if hasher.matches():
-        record_verified(destination, file, plan.commit, hasher.prefixes)
         return Verdict(file, path, "")
-    recorded = read_record(record).get("prefixes")
+    recorded = read_record(record_path(destination, file)).get("prefixes")
     known = [str(p) for p in recorded] if isinstance(recorded, list) else []
     span = first_difference(known, hasher.prefixes, size) if known else None
     where = f", first between bytes {span[0]} and {span[1]}" if span else ""
-    _withdraw(record)
     return Verdict(file, path, "hash", f"{path} is damaged{where}: its hash is not the listing's", span)

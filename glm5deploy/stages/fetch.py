@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -151,8 +153,20 @@ class FetchStage:
         return planned, released_shards(context.workdir, folder, planned.plan)
 
 
-def verify_fetched(config: Config, workdir: Path, *, parallel: int | None, progress: ProgressSink) -> list[Json]:
-    """Hash every fetched shard; one row a shard with its verdict: sound, released, or what is wrong.
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """One row a shard with its verdict: sound, released, or what is wrong. ``unrecorded`` is why the verdicts could
+    not be written down for later commands; empty when they were."""
+
+    rows: list[Json]
+    unrecorded: str = ""
+
+
+def verify_fetched(config: Config, workdir: Path, *, parallel: int | None, progress: ProgressSink) -> Verified:
+    """Hash every fetched shard, also where nothing may be written.
 
     :raises DeployError: nothing was fetched into this work folder, or another process is fetching into it.
     """
@@ -163,13 +177,22 @@ def verify_fetched(config: Config, workdir: Path, *, parallel: int | None, progr
     folder, plan = destination(config, workdir), recorded_plan(config, workdir)
     if plan is None:
         raise DeployError(f"no plan is recorded in {folder}", hint="glm5deploy fetch REPO:QUANT")
-    with folder_lock(folder):
+    unrecorded = ""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(folder_lock(folder))
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            unrecorded = f"{error.filename or folder} cannot be written: {error.strerror}"
         released = released_shards(workdir, folder, plan)
-        verdicts = verify(_without(plan, released), folder, parallel=parallel, progress=progress)
+        wanted = _without(plan, released)
+        verdicts = verify(wanted, folder, parallel=parallel, progress=progress, record=not unrecorded)
     said = {v.file.path: (v.problem or "sound", v.detail) for v in verdicts}
     merged = ("released", "merged, and released as a file")
     rows = [(file, *said.get(file.path, merged)) for file in plan.files]
-    return [{"shard": f.path, "size": f.size, "verdict": verdict, "detail": detail} for f, verdict, detail in rows]
+    shown: list[Json] = [{"shard": f.path, "size": f.size, "verdict": v, "detail": detail} for f, v, detail in rows]
+    return Verified(shown, unrecorded)
 
 
 def wanted_model(config: Config, workdir: Path) -> ModelConfig | None:

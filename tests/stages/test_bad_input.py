@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import shutil
 import struct
 import subprocess
@@ -172,6 +173,23 @@ def test_a_full_disk_keeps_what_is_there(hub: LocalHub, tmp_path: Path) -> None:
         one_line_with_a_next_step(glm5deploy("merge", "--mode", "always", "--workdir", folder / "work"), 1, "free")
         sound = glm5deploy("verify", "--workdir", folder / "work")
         assert sound.returncode == 0, sound.stdout
+
+
+def test_a_folder_that_may_only_be_read_is_verified_all_the_same(hub: LocalHub, tmp_path: Path) -> None:
+    hub.publish("tiny/A", A.parent)
+    with mounted("ext4", tmp_path, 48) as folder:
+        work = ("--workdir", folder / "work")
+        fetched = glm5deploy("fetch", *work, "tiny/A:UD-Q4_K_XL", env={"HF_ENDPOINT": hub.endpoint})
+        assert fetched.returncode == 0, fetched.stderr
+        shards = sorted((folder / "work").rglob("*.gguf"))
+        replace_bytes(shards[2], shards[2].read_bytes()[-64:], bytes(64))
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        found = glm5deploy("verify", *work)
+        assert found.returncode == 1, found.stderr
+        assert "Read-only file system; what was found is not recorded" in found.stderr
+        shown = json.loads(glm5deploy("verify", "--json", *work).stdout)
+        assert [shard["verdict"] for shard in shown["shards"]] == ["sound", "sound", "hash", "sound"]
+        assert (shown["damaged"], shown["recorded"]) == (1, False)
 
 
 def fill(path: Path) -> None:

@@ -252,8 +252,9 @@ def test_released_shards_are_neither_missing_nor_damaged(hub: FaultyHub, tmp_pat
     before = line.run()[0].outputs
     assert list((tmp_path / "shards").rglob("*.gguf")) == []
     served = hub.served["bytes"]
-    rows = verify_fetched(config, tmp_path, parallel=None, progress=lambda _: None)
-    assert [row["verdict"] for row in rows] == ["released"] * 4
+    found = verify_fetched(config, tmp_path, parallel=None, progress=lambda _: None)
+    assert found.unrecorded == ""
+    assert [row["verdict"] for row in found.rows] == ["released"] * 4
     assert run_command(verify, "--workdir", str(tmp_path), f"{REPO}:{QUANT}").exit_code == 0
     plan = line.plans()[0].plan
     assert plan is not None
