@@ -112,7 +112,7 @@ def _require_sparse(
     counts: IndexerCount, settings: ServeSettings, model: ModelFacts, checks: list[CheckResult]
 ) -> None:
     """Dense attention answers as fluently as sparse attention: only the counters tell that DSA is active."""
-    here = min(settings.tp, settings.local_ranks)  # ranks of other machines count there
+    here = settings.local_ranks  # ranks of other machines count there
     if counts.ranks < here:
         raise NotReady(
             f"the indexer ran on {counts.ranks} of {here} ranks: attention is not sparse",

@@ -129,9 +129,10 @@ def _capturing(tensor: torch.Tensor) -> bool:
 
 
 def _rank() -> int:
-    from vllm.distributed import get_tensor_model_parallel_rank
+    """Among all processes of the server: the stages of a pipeline count from 0 each in their tensor-parallel group."""
+    from vllm.distributed import get_world_group
 
-    return int(get_tensor_model_parallel_rank())
+    return int(get_world_group().rank)
 
 
 def _layer(layer_name: str) -> int:

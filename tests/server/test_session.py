@@ -66,6 +66,7 @@ def test_the_key_is_used_and_left_nowhere(tmp_path: Path) -> None:
         ("dense", {}, "none was cut to 64 positions"),
         ("uncounted", {}, "the indexer ran on 0 of 1 ranks: attention is not sparse"),
         ("serve", {"tp": 2}, "the indexer ran on 1 of 2 ranks"),
+        ("serve", {"pp": 2}, "the indexer ran on 1 of 2 ranks"),
         ("wrong", {}, "short prompt: expected 42"),
     ],
 )
