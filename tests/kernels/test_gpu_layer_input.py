@@ -1,0 +1,119 @@
+"""On a GPU: what comes before attention, in bf16, against torch and the separate launches; and how long it takes.
+
+Run there with `pytest -m gpu -s tests/kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from glm5deploy.kernels.latent_cache import store_latent
+from glm5deploy.kernels.latent_input import latent_input, latent_input_reference
+from glm5deploy.kernels.measure import graph_time
+from glm5deploy.kernels.query_input import query_input, query_input_reference
+from tests.support.compare import relative_rms
+
+pytestmark = pytest.mark.gpu
+
+BLOCK, RANK, NOPE, EPS = 64, 2048, 192, 1e-5
+ROUNDING = 2**-8  # a unit in the last place of bf16, relative
+
+
+class Case:
+    """A layer's tensors at ``tokens`` tokens; every fifth has no slot."""
+
+    def __init__(self, tokens: int, heads: int = 8) -> None:
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda").bfloat16()
+
+        angles = torch.arange(4096, device="cuda")[:, None] * 1e-2 ** (torch.arange(32, device="cuda") / 32)[None, :]
+        self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).bfloat16()
+        self.x, self.q = random(tokens, RANK + 576), random(tokens, heads * (NOPE + 64)).view(tokens, heads, -1)
+        self.weight = (random(heads, NOPE + 256, 512) * 0.05)[:, :NOPE]
+        self.norms = 1 + 0.1 * random(RANK), 1 + 0.1 * random(512)
+        self.positions = torch.randint(0, 4096, (tokens,), device="cuda")
+        self.slots = torch.randperm(4 * tokens, device="cuda")[:tokens]
+        self.slots[::5] = -1
+        self.blocks = -(-4 * tokens // BLOCK)
+
+    def cache(self, packed: bool) -> torch.Tensor:
+        if packed:
+            return torch.zeros(self.blocks, BLOCK, 656, dtype=torch.uint8, device="cuda")
+        return torch.full((self.blocks, BLOCK, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
+
+    def latents(self, cache: torch.Tensor) -> torch.Tensor:
+        return latent_input(self.x, *self.norms, EPS, self.positions, self.cos_sin, self.slots, cache)
+
+    def queries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return query_input(self.q, self.weight, self.positions, self.cos_sin)
+
+
+def replayed(call: Callable[[], object]) -> None:
+    """Once as it is, which compiles, and once from a CUDA graph."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17, 1000])
+def test_latents_are_what_separate_operations_store(tokens: int) -> None:
+    case = Case(tokens)
+    arguments = (case.x, *case.norms, EPS, case.positions, case.cos_sin)
+    expected_q, rows = latent_input_reference(*arguments)
+    cache = case.cache(packed=False)
+    found = case.latents(cache)
+    torch.testing.assert_close(found, expected_q, rtol=ROUNDING, atol=1e-3)
+    assert float((found == expected_q).float().mean()) > 0.99
+    kept = case.slots >= 0
+    stored = cache.view(-1, 576)[case.slots[kept]]
+    torch.testing.assert_close(stored, rows[kept], rtol=ROUNDING, atol=1e-3)
+    assert int((~cache.view(-1, 576).isnan().any(1)).sum()) == int(kept.sum()), "a row that has no slot was written"
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 1000])
+def test_packed_rows_are_those_of_the_stored_latents(tokens: int) -> None:
+    """To the byte, from the rows that the plain cache got."""
+    case = Case(tokens)
+    plain, packed, expected = case.cache(packed=False), case.cache(packed=True), case.cache(packed=True)
+    case.latents(plain)
+    case.latents(packed)
+    kept = case.slots >= 0
+    rows = plain.view(-1, 576)[case.slots[kept]]
+    store_latent(rows[:, :512], rows[:, 512:], case.slots[kept], expected)
+    assert torch.equal(packed, expected)
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 17, 300])
+def test_queries_are_near_the_reference(tokens: int, heads: int) -> None:
+    case = Case(tokens, heads)
+    latent, rope = case.queries()
+    expected_latent, expected_rope = query_input_reference(case.q, case.weight, case.positions, case.cos_sin)
+    assert relative_rms(latent.float(), expected_latent.float()) <= 4e-3
+    torch.testing.assert_close(rope, expected_rope, rtol=ROUNDING, atol=1e-2)
+    assert float((rope == expected_rope).float().mean()) > 0.99
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 32])
+def test_both_replay_from_a_graph_and_tell_how_long_they_take(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # filling fresh memory with poison would be timed too
+    cases = [Case(tokens) for _ in range(8)]
+    caches = [case.cache(packed=False) for case in cases]
+    replayed(lambda: cases[0].latents(caches[0]))
+    replayed(cases[0].queries)
+    latents = [lambda c=case, k=cache: c.latents(k) for case, cache in zip(cases, caches, strict=True)]
+    queries = [case.queries for case in cases]
+    out = torch.empty(tokens, 8, 512, dtype=torch.bfloat16, device="cuda")
+    apart = [
+        lambda c=case: torch.bmm(c.q[..., :NOPE].transpose(0, 1), c.weight, out=out.transpose(0, 1)) for case in cases
+    ]
+    print(
+        f"\n{tokens} tokens: norms, RoPE and store {graph_time(latents):.2f} us; W_UK and RoPE "
+        f"{graph_time(queries):.2f} us, cuBLAS's W_UK alone {graph_time(apart):.2f} us"
+    )
