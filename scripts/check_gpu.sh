@@ -10,6 +10,7 @@
 #
 # PYTHON names the interpreter (default: .venv's, else python3); SECONDS_SCALE=2 doubles all limits.
 set -uo pipefail
+here=$PWD
 cd "$(dirname "$0")/.."
 
 # name, seconds, "vllm" or "-" where torch and triton suffice, description
@@ -25,6 +26,7 @@ stack 480 vllm one of eight ranks at full depth: loading, milliseconds a token, 
 soak 900 vllm ten minutes of mixed load on a server of its own
 loading 150 - what bounds loading: reading, copying, rearranging, alone and together
 tune 720 - launch parameters measured for both caches, then random steps with them
+install 400 vllm install --tune from end to end, and a server that launches what it measured
 quantised 600 vllm products as the engine calls them, loading; two ranks where there are two GPUs
 long 600 vllm contexts of 2,047 to 131,072 tokens, beside vLLM's own attention
 sweep 600 - the products again with other launch parameters
@@ -46,7 +48,8 @@ for step in "$@"; do
   [[ " ${names[*]} " == *" $step "* ]] || { echo "error: no step $step; there are: ${names[*]}" >&2; exit 2; }
 done
 [ $# -gt 0 ] || set -- "${names[@]}"
-mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 1
+[[ $out == /* ]] || out=$here/$out
+mkdir -p "$out" || exit 1
 
 python=${PYTHON:-}
 if [ -z "$python" ]; then
@@ -79,6 +82,7 @@ run() {
         --json "$out/soak.json" ;;
     loading) script bench_loading.py --out "$out/loading.json" ;;
     tune) tests tests/stages/test_gpu_tune.py ;;
+    install) tests tests/stages/test_gpu_install.py ;;
     quantised) tests tests/vllm_plugin/test_gpu_quantised.py tests/vllm_plugin/test_rank_reader.py ;;
     long) tests tests/vllm_plugin/test_gpu_long.py ;;
     sweep) script bench_quants.py --sweep --out "$out/sweep.json" --jobs "$(nproc)" ;;
