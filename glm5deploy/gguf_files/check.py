@@ -8,7 +8,7 @@ from glm5deploy.errors import FileFormatError, UsageError
 from glm5deploy.gguf_files.header import read_header
 from glm5deploy.gguf_files.identity import is_made_of
 from glm5deploy.gguf_files.merge_plan import Plan
-from glm5deploy.gguf_files.shards import parse_shard_name
+from glm5deploy.gguf_files.shard_names import parse_shard_name
 
 
 def check_target(output: Path) -> None:

@@ -15,7 +15,8 @@ from glm5deploy.gguf_files.journal import JournalState, load_journal
 from glm5deploy.gguf_files.merge_job import MergeJob, journal_path, partial_path
 from glm5deploy.gguf_files.merge_options import MergeOptions, MergeResult
 from glm5deploy.gguf_files.merge_plan import Plan, plan_merge
-from glm5deploy.gguf_files.shards import ShardSet, parse_shard_name
+from glm5deploy.gguf_files.shard_names import parse_shard_name
+from glm5deploy.gguf_files.shards import ShardSet
 from glm5deploy.gguf_files.space import explain
 from glm5deploy.progress import ProgressSink, ignore_progress
 

@@ -8,7 +8,6 @@ one of those is an error that names the file.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,33 +19,10 @@ from glm5deploy.gguf_files.ggml_types import GgmlType
 from glm5deploy.gguf_files.header import DEFAULT_ALIGNMENT, Header, read_header
 from glm5deploy.gguf_files.metadata import Metadata
 from glm5deploy.gguf_files.shard_checks import check_set
+from glm5deploy.gguf_files.shard_names import parse_shard_name
 
 #: appended to the name of a shard that a merge is releasing: it may have holes
 CONSUMED = ".consumed"
-
-_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{2,6})-of-(?P<count>\d{2,6})\.gguf", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardName:
-    """``PREFIX-00002-of-00013.gguf``: ``number`` counts from 1, ``width`` is how many digits both numbers have."""
-
-    prefix: str
-    number: int
-    count: int
-    width: int
-
-    def sibling(self, number: int) -> str:
-        return f"{self.prefix}-{number:0{self.width}}-of-{self.count:0{self.width}}.gguf"
-
-
-def parse_shard_name(file_name: str) -> ShardName | None:
-    """The parts of a shard's file name, or None if the name is not one (numbers that cannot be included)."""
-    match = _NAME.fullmatch(file_name)
-    if match is None or len(match["number"]) != len(match["count"]):
-        return None
-    number, count = int(match["number"]), int(match["count"])
-    return ShardName(match["prefix"], number, count, len(match["count"])) if 1 <= number <= count else None
 
 
 @dataclass(frozen=True, slots=True)

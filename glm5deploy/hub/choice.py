@@ -79,17 +79,17 @@ def checked_file(path: object, size: object, git_oid: object, sha256: object, xe
 
 def group_sets(files: Iterable[RemoteFile]) -> list[QuantSet]:
     """All sets of a listing, in the listing's alphabetical order. Projectors and importance matrices are no models."""
-    groups: dict[tuple[str, str, int, bool], dict[int, RemoteFile]] = {}
+    groups: dict[tuple[str, str, int, int], tuple[GgufName, dict[int, RemoteFile]]] = {}
     for file in sorted(files, key=lambda f: f.path):
         name = parse_gguf_name(file.path)
         if name is not None and not file.name.lower().startswith(_NOT_MODELS):
-            groups.setdefault((name.folder, name.stem, name.count, name.split), {})[name.number] = file
+            groups.setdefault(name.one_set, (name, {}))[1][name.number] = file
     sets = []
-    for (folder, stem, count, split), shards in groups.items():
-        # The count comes from a file name and can be 99999: look no further than a few missing numbers.
-        absent = islice((n for n in range(1, count + 1) if n not in shards), 3)
-        missing = tuple(GgufName(folder, stem, n, count, split).path for n in absent)
-        sets.append(QuantSet(folder, stem, count, tuple(shards[n] for n in sorted(shards)), missing))
+    for any_, shards in groups.values():
+        # The count comes from a file name and can be 999999: look no further than a few missing numbers.
+        absent = islice((n for n in range(1, any_.count + 1) if n not in shards), 3)
+        missing = tuple(any_.sibling(n) for n in absent)
+        sets.append(QuantSet(any_.folder, any_.stem, any_.count, tuple(shards[n] for n in sorted(shards)), missing))
     return sets
 
 

@@ -1,4 +1,4 @@
-"""What file names in a repository say: shard numbers, quantisation labels, and names that must be refused."""
+"""What file names in a repository say: sets of shards, quantisation labels, and names that must be refused."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from glm5deploy.errors import HubError
+from glm5deploy.gguf_files.shard_names import ShardName, parse_shard_name
 
-_SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 # A label is the type that llama-quantize names, with the marks that makers of mixed quantisations put before it.
 _TYPE = r"(?:I?Q\d+(?:_[A-Za-z0-9]+)*|TQ\d_\d|BF16|FP?16|F32|FP8(?:_[A-Za-z0-9]+)*|MXFP4(?:_[A-Za-z0-9]+)*|NVFP4)"
 _LABEL = re.compile(rf"(?:^|[-.])(?P<label>(?:(?:UD|i1|smol)-)*{_TYPE})$", re.IGNORECASE)
@@ -16,18 +16,33 @@ _COMPONENT_BYTES = 200  # leaves room for our suffixes within the 255 bytes of c
 
 @dataclass(frozen=True, slots=True)
 class GgufName:
-    """A GGUF's path taken apart. A file that is not split is shard 1 of 1 with ``split`` False."""
+    """A GGUF's path taken apart. ``shard`` is None for a file that is not split, which counts as shard 1 of 1."""
 
     folder: str
-    stem: str
-    number: int
-    count: int
-    split: bool
+    name: str
+    shard: ShardName | None
 
     @property
-    def path(self) -> str:
-        suffix = f"-{self.number:05d}-of-{self.count:05d}" if self.split else ""
-        return f"{self.folder}/{self.stem}{suffix}.gguf" if self.folder else f"{self.stem}{suffix}.gguf"
+    def stem(self) -> str:
+        return self.shard.prefix if self.shard else self.name.removesuffix(".gguf")
+
+    @property
+    def number(self) -> int:
+        return self.shard.number if self.shard else 1
+
+    @property
+    def count(self) -> int:
+        return self.shard.count if self.shard else 1
+
+    @property
+    def one_set(self) -> tuple[str, str, int, int]:
+        """What all shards of a set have in common."""
+        return self.folder, self.stem, self.count, self.shard.width if self.shard else 0
+
+    def sibling(self, number: int) -> str:
+        """The path of shard ``number`` of the same set."""
+        name = self.shard.sibling(number) if self.shard else self.name
+        return f"{self.folder}/{name}" if self.folder else name
 
 
 def parse_gguf_name(path: str) -> GgufName | None:
@@ -35,14 +50,7 @@ def parse_gguf_name(path: str) -> GgufName | None:
     folder, _, name = path.rpartition("/")
     if not name.endswith(".gguf") or name == ".gguf":
         return None
-    base = name.removesuffix(".gguf")
-    match = _SPLIT.fullmatch(base)
-    if match is None:
-        return GgufName(folder, base, 1, 1, False)
-    number, count = int(match["number"]), int(match["count"])
-    if not 1 <= number <= count:
-        return GgufName(folder, base, 1, 1, False)
-    return GgufName(folder, match["stem"], number, count, True)
+    return GgufName(folder, name, parse_shard_name(name))
 
 
 def quant_label(name: str) -> str | None:

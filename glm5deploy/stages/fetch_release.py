@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from glm5deploy.errors import UsageError
 from glm5deploy.gguf_files.journal import load_journal
 from glm5deploy.gguf_files.merge_job import journal_path, partial_path
-from glm5deploy.gguf_files.shards import parse_shard_name
+from glm5deploy.gguf_files.shard_names import parse_shard_name
 from glm5deploy.pipeline.stage import Context
 from glm5deploy.stages.released import MERGED, is_released_in, release_of
 

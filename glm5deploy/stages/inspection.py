@@ -11,7 +11,8 @@ from glm5deploy.errors import DeployError, FileFormatError
 from glm5deploy.gguf_files.header import Header, read_header
 from glm5deploy.gguf_files.metadata import Metadata, ValueType
 from glm5deploy.gguf_files.shard_checks import COUNT_KEY
-from glm5deploy.gguf_files.shards import ShardSet, ShardTensor, parse_shard_name
+from glm5deploy.gguf_files.shard_names import parse_shard_name
+from glm5deploy.gguf_files.shards import ShardSet, ShardTensor
 from glm5deploy.glm_dsa.file_kind import ARCHITECTURE
 from glm5deploy.glm_dsa.hparams import Hparams, read_hparams
 from glm5deploy.glm_dsa.indexer_schedule import resolve_schedule

@@ -15,7 +15,8 @@ from glm5deploy.gguf_files.merge_job import journal_path
 from glm5deploy.gguf_files.merge_options import MergeOptions, Mode
 from glm5deploy.gguf_files.merge_plan import plan_merge
 from glm5deploy.gguf_files.shard_checks import COUNT_KEY, TENSORS_KEY
-from glm5deploy.gguf_files.shards import ShardSet, parse_shard_name
+from glm5deploy.gguf_files.shard_names import parse_shard_name
+from glm5deploy.gguf_files.shards import ShardSet
 from glm5deploy.pipeline.stage import Context, Json
 from glm5deploy.sizes import human_bytes
 from glm5deploy.stages.fetched import fetched_shards, require_unchanged

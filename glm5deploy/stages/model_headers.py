@@ -78,7 +78,7 @@ def _weights_of(path: Path) -> Path:
 
 def _quant_of(shards: ShardSet) -> str:
     """The label in the file's name, as far as it has one."""
-    from glm5deploy.gguf_files.shards import parse_shard_name
+    from glm5deploy.gguf_files.shard_names import parse_shard_name
     from glm5deploy.hub.names import quant_label
 
     first = shards.paths[0]

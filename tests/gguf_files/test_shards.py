@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from glm5deploy.errors import FileFormatError
-from glm5deploy.gguf_files.shards import ShardSet, find_files, parse_shard_name
+from glm5deploy.gguf_files.shard_names import parse_shard_name
+from glm5deploy.gguf_files.shards import ShardSet, find_files
 from tests.support.data import tiny_glm5
 from tests.support.gguf_factory import (
     I32,
@@ -53,6 +54,7 @@ def shards(tmp_path: Path) -> list[Path]:
         ("m-00000-of-00013.gguf", None),
         ("m-00014-of-00013.gguf", None),
         ("m-2-of-3.gguf", None),
+        ("m-\u0660\u0661-of-\u0660\u0662.gguf", None),
         ("m-002-of-0003.gguf", None),
         ("-00001-of-00002.gguf", None),
         ("m-00001-of-00002.gguf.part", None),

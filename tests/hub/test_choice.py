@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from glm5deploy.errors import HubError, UsageError
 from glm5deploy.hub.choice import RemoteFile, checked_file, choose_set, group_sets
-from glm5deploy.hub.names import GgufName
 
 
 def remote(path: str, size: int = 1000) -> RemoteFile:
@@ -114,9 +113,8 @@ def test_every_label_picks_its_own_complete_set(counts: dict[str, int], folders:
     files = []
     for label, count in counts.items():
         prefix = f"{label}/" if folders else ""
-        files += [
-            remote(GgufName("", f"{prefix}GLM-5.2-{label}", n, count, count > 1).path) for n in range(1, count + 1)
-        ]
+        shards = [f"-{n:05d}-of-{count:05d}" for n in range(1, count + 1)] if count > 1 else [""]
+        files += [remote(f"{prefix}GLM-5.2-{label}{shard}.gguf") for shard in shards]
     shuffler.shuffle(files)
     for label, count in counts.items():
         chosen = choose_set(group_sets(files), label, "o/r")

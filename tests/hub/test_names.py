@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5deploy.errors import HubError
-from glm5deploy.hub.names import GgufName, check_repository_path, parse_gguf_name, quant_label
+from glm5deploy.hub.names import check_repository_path, parse_gguf_name, quant_label
 
 STEMS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,30}", fullmatch=True)
 
@@ -15,8 +15,15 @@ STEMS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,30}", fullmatch=True)
 @settings(deadline=None)
 @given(st.one_of(st.just(""), STEMS), STEMS, st.integers(1, 99999), st.data())
 def test_shard_names_round_trip(folder: str, stem: str, count: int, data: st.DataObject) -> None:
-    name = GgufName(folder, stem, data.draw(st.integers(1, count)), count, True)
-    assert parse_gguf_name(name.path) == name
+    number = data.draw(st.integers(1, count))
+    path = f"{folder}/{stem}-{number:05d}-of-{count:05d}.gguf".lstrip("/")
+    name = parse_gguf_name(path)
+    assert name is not None
+    assert (name.folder, name.stem, name.number, name.count) == (folder, stem, number, count)
+    assert name.sibling(number) == path
+    other = parse_gguf_name(name.sibling(1))
+    assert other is not None
+    assert (other.one_set, other.number) == (name.one_set, 1)
 
 
 @settings(deadline=None)
@@ -26,24 +33,24 @@ def test_any_text_parses_or_is_no_gguf(path: str) -> None:
     if name is None:
         assert not path.endswith(".gguf") or path.rpartition("/")[2] == ".gguf"
     else:
-        assert 1 <= name.number <= name.count <= 99999
-        assert name.path == path or path.startswith("/")
+        assert 1 <= name.number <= name.count <= 999999
+        assert name.sibling(name.number) == path or path.startswith("/")
 
 
 @pytest.mark.parametrize(
-    ("path", "number", "count", "split"),
+    ("path", "stem", "number", "count"),
     [
-        ("Q4/m-00002-of-00011.gguf", 2, 11, True),
-        ("m-00012-of-00011.gguf", 1, 1, False),
-        ("m-00000-of-00011.gguf", 1, 1, False),
-        ("m-0001-of-0002.gguf", 1, 1, False),
-        ("m.gguf", 1, 1, False),
+        ("Q4/m-00002-of-00011.gguf", "m", 2, 11),
+        ("m-00012-of-00011.gguf", "m-00012-of-00011", 1, 1),
+        ("m-00000-of-00011.gguf", "m-00000-of-00011", 1, 1),
+        ("m-01-of-02.gguf", "m", 1, 2),
+        ("m.gguf", "m", 1, 1),
     ],
 )
-def test_numbers_must_make_sense(path: str, number: int, count: int, split: bool) -> None:
+def test_numbers_must_make_sense(path: str, stem: str, number: int, count: int) -> None:
     name = parse_gguf_name(path)
     assert name is not None
-    assert (name.number, name.count, name.split, name.path) == (number, count, split, path)
+    assert (name.stem, name.number, name.count, name.sibling(number)) == (stem, number, count, path)
 
 
 @pytest.mark.parametrize(
