@@ -16,14 +16,14 @@ cd "$(dirname "$0")/.."
 # name, seconds, "vllm" or "-" where torch and triton suffice, description
 steps() {
   cat <<'STEPS'
-kernels 300 - kernels and products: graphs, nothing compiled after the warm-up, addresses beyond 2^31
+kernels 540 - kernels and products: graphs, nothing compiled after the warm-up, addresses beyond 2^31
 products 300 - GGML products beside cuBLAS and, where vLLM and vllm-gguf-plugin are installed, the plugin
-types 400 - products of every GGML type, as the interpreter's tests have them
+types 480 - products of every GGML type, as the interpreter's tests have them
 sparse 150 - sparse MLA; beside FlashMLA and vLLM's XPU kernel where vLLM is installed
 indexer 150 - scores and selection; beside DeepGEMM and vLLM's where vLLM is installed
-engine 600 vllm served numbers: prompts, decoding, side by side, preempted, MTP, packed cache, late compilations
+engine 720 vllm served numbers: prompts, decoding, side by side, preempted, MTP, packed cache, late compilations
 stack 480 vllm one of eight ranks at full depth: loading, milliseconds a token, kernels
-soak 900 vllm ten minutes of mixed load on a server of its own
+soak 1020 vllm ten minutes of mixed load on a server of its own
 loading 150 - what bounds loading: reading, copying, rearranging, alone and together
 tune 720 - launch parameters measured for both caches, then random steps with them
 install 400 vllm install --tune from end to end, and a server that launches what it measured
@@ -36,7 +36,7 @@ STEPS
 usage() { sed -n '2,12s/^# \{0,1\}//p' "$0"; }
 case "${1:-}" in
   --list)
-    steps | while read -r name seconds needs what; do printf '%-10s %4s s  %-4s  %s\n' "$name" "$seconds" "$needs" "$what"; done
+    steps | while read -r name seconds needs what; do printf '%-10s %5s s  %-4s  %s\n' "$name" "$seconds" "$needs" "$what"; done
     exit 0 ;;
   -h | --help) usage; exit 0 ;;
   -*) usage >&2; exit 2 ;;

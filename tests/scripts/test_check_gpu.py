@@ -88,6 +88,7 @@ def test_a_cut_off_run_leaves_what_was_found(tmp_path: Path) -> None:
 
 def test_a_step_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = check(out, "indexer", "products", PYTHON=stub(tmp_path), SECONDS_SCALE="1/150")
+    done = check(out, "indexer", "products", PYTHON=stub(tmp_path), SECONDS_SCALE="1/50")
     assert done.returncode == 1
-    assert (out / "summary.txt").read_text().startswith("indexer: exit 124, 1 s\nproducts: exit 0")
+    summary = [line.split(", ")[0] for line in (out / "summary.txt").read_text().splitlines()]
+    assert summary == ["indexer: exit 124", "products: exit 0"]
