@@ -24,16 +24,22 @@ def find_copy(
     folder: Path,
     *,
     report: Callable[[int], None] = lambda _: None,
+    note: Callable[[str], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> tuple[Path, tuple[str, ...]] | None:
     """A file below ``folder`` with the listed content, and its prefix hashes. Files of the right name come first.
 
-    Symbolic links are followed to files, not to folders: a hub cache's snapshots work.
+    Symbolic links are followed to files, not to folders: a hub cache's snapshots work. A file that cannot be read is
+    named in a ``note`` and passed over.
     """
     same_size = [path for path in _files(folder) if _size(path) == file.size]
     for path in sorted(same_size, key=lambda path: path.name != file.name):
         hasher = FileHash(file)
-        hash_into(hasher, path, file.size, report=report, stop=stop)
+        try:
+            hash_into(hasher, path, file.size, report=report, stop=stop)
+        except OSError as error:
+            note(f"{path} may be {file.name}, but cannot be read and is passed over: {error.strerror or error}")
+            continue
         if hasher.matches():
             return path, tuple(hasher.prefixes)
     return None

@@ -71,7 +71,7 @@ def set_aside(destination: Path, file: RemoteFile) -> Path:
 
 def _adopt(plan: FetchPlan, destination: Path, file: RemoteFile, folder: Path, meter: Meter, note: Notify) -> bool:
     """Take a shard over from ``folder`` if a file with its content is there."""
-    found = find_copy(file, folder, report=lambda count: meter.report(file, count, "hashing"))
+    found = find_copy(file, folder, report=lambda count: meter.report(file, count, "hashing"), note=note)
     if found is None:
         return False
     source, prefixes = found

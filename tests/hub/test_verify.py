@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -229,16 +231,31 @@ def test_a_shard_that_may_not_be_read_is_not_taken_for_damaged(
     assert is_verified(fetcher.destination, plan.files[1])
 
 
-def fail_reading(monkeypatch: pytest.MonkeyPatch, path: Path, code: int) -> None:
+def test_a_candidate_that_cannot_be_read_is_named_and_another_taken(
+    fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = fetcher.source / QUANT / "m-00002-of-00003.gguf"
+    copied = fetcher.source / "copy of shard 2"
+    shutil.copyfile(here, copied)
+    fail_reading(monkeypatch, here, errno.EACCES, adopt)
+    fetcher.run(adopt=fetcher.source)
+    assert fetcher.fetched() == fetcher.originals()
+    assert fetcher.server.served["bytes"] == 0
+    notes = [note for note in fetcher.notes if "00002" in note]
+    assert notes[0] == f"{here} may be {here.name}, but cannot be read and is passed over: Permission denied"
+    assert notes[1].startswith(f"{here.name}: taken over from {copied} ")
+
+
+def fail_reading(monkeypatch: pytest.MonkeyPatch, path: Path, code: int, module: ModuleType = verify_module) -> None:
     """Reading ``path`` as it is now fails; a new file of that name is read."""
-    inode, real = path.stat().st_ino, verify_module.hash_into
+    inode, real = path.stat().st_ino, module.hash_into
 
     def failing(hasher: FileHash, which: Path, length: int, **options: Any) -> int:
         if which.stat().st_ino == inode:
             raise OSError(code, os.strerror(code))
         return real(hasher, which, length, **options)
 
-    monkeypatch.setattr(verify_module, "hash_into", failing)
+    monkeypatch.setattr(module, "hash_into", failing)
 
 
 def test_an_adopted_copy_is_durable_before_it_counts(
