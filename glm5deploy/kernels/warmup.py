@@ -24,7 +24,8 @@ from glm5deploy.kernels.layout import INDEX_DIM, INDEX_KEY_BYTES, INDEX_ROPE_DIM
 from glm5deploy.kernels.prepare import Launch, first_of_each
 from glm5deploy.kernels.query_input import MOST_TOKENS, query_input
 from glm5deploy.kernels.slots import slots_from_positions
-from glm5deploy.kernels.topk import MOST_SHARED_ROWS, select_topk, topk_variant, topk_workspace_elements
+from glm5deploy.kernels.topk import select_topk, topk_variant, topk_workspace_elements
+from glm5deploy.kernels.topk_config import MOST_SHARED_ROWS
 from glm5deploy.kernels.tuning import gpu, index_value_dtype, sparse_config
 
 # Every number of tokens up to here is launched; beyond, the first one of each configuration.

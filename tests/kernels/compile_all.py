@@ -155,14 +155,23 @@ def indexer_jobs(arch: int, family: str) -> Iterator[Job]:
 
 
 def selection_jobs(arch: int) -> Iterator[Job]:
-    from glm5deploy.kernels import topk
+    from glm5deploy.kernels import topk_config as topk
 
     config = topk.topk_config(2048)
     types = {"logits": F32, "starts": I32, "lengths": I32, "counts": I32, "topk": I32}
     types |= {"lists": "*i64", "held_pairs": "*i64"}
     constants: dict[str, Any] = {"HAS_STARTS": False, "ASM": True}
     warps = config.block_warps[-1]
-    yield Job("topk_block.topk_block_kernel", arch, warps, 3, types, constants | {"WARPS": warps}, ("logits",))
+    for registers in {variant.block_registers: None for variant in topk.VARIANTS.values()}:
+        chosen = constants | {"WARPS": warps}
+        yield Job("topk_block.topk_block_kernel", arch, warps, 3, types, chosen, ("logits",), registers=registers)
+    # Where they are measured all of them, elsewhere one.
+    for steps in {steps: None for variant in topk.VARIANTS.values() for steps in variant.steps if arch == 90} or (
+        topk.VARIANTS["steps"].steps[1],
+    ):
+        chosen = {"HAS_STARTS": False, "WARPS": steps.warps, "GROUPS": steps.groups, "LOG_BINS": steps.log_bins}
+        kernel, registers = "topk_steps.topk_steps_kernel", steps.registers
+        yield Job(kernel, arch, steps.warps, 3, types, chosen, ("logits",), registers=registers)
     early = arch >= topk.FIRST_EARLY_ARCH
     aligned = ("logits", "lists")
     chosen = constants | {"WARPS": config.part_warps, "SAMPLE": config.samples[-1], "EARLY": early}

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glm5deploy.kernels import reference, topk
-from glm5deploy.kernels.topk import TopkConfig, select_topk, topk_variant, topk_workspace_elements
+from glm5deploy.kernels import reference, topk_config
+from glm5deploy.kernels.topk import select_topk, topk_variant, topk_workspace_elements
+from glm5deploy.kernels.topk_config import TopkConfig
 from glm5deploy.kernels.tuning import Gpu
 from tests.kernels.topk_rows import awkward_rows
 
@@ -121,11 +122,11 @@ def test_variants_and_scratch_for_every_launch() -> None:
     for k in (1, 2048, 2049, 4096):
         held = topk_workspace_elements(2048, 131_072, k)
         assert all(topk_workspace_elements(rows, 8193, k) <= held for rows in range(1, 2049))
-        config = topk.topk_config(k)
+        config = topk_config.topk_config(k)
         columns = 512 * config.part_warps
         for rows in (1, 2, 3, 16, 17, 64, 511, 512, 513, 2048):
             parts, each = config.parts(rows, 131_072, 300)
-            assert parts <= topk.MAX_PARTS
+            assert parts <= topk_config.MAX_PARTS
             assert rows * parts <= max(rows, 512)
             assert (parts - 1) * each * columns < 131_072 <= parts * each * columns
 

@@ -23,3 +23,21 @@ def awkward_rows(width: int, device: str = "cpu") -> torch.Tensor:
     rows[11] = 1.0 + torch.randperm(width, device=device) * 2**-23
     rows[12] = torch.where(rows[12] > 0.0, torch.nan, rows[12])
     return rows
+
+
+def deceiving_rows(width: int, device: str = "cpu") -> torch.Tensor:
+    """fp32 [8, width]: a sample of four times 32 neighbours of them promises what the row does not hold."""
+    rows = torch.randn(8, width, device=device)
+    seen = torch.zeros(width, dtype=torch.bool, device=device)
+    for part in range(4):
+        start = part * (width - 32) // 3
+        seen[start : start + 32] = True
+    rows[0] = torch.where(seen, rows[0] - 100.0, rows[0])  # the best are above the range
+    rows[1] = torch.where(seen, rows[1] + 100.0, rows[1])  # below
+    rows[2] = torch.where(seen, rows[2] * 1e30, rows[2])  # all in one bin
+    rows[3] = torch.where(seen, 0.5, rows[3])  # no range at all
+    rows[4] = -rows[4].abs() - 1e-3
+    rows[5] = torch.where(seen, torch.nan, rows[5])
+    rows[6] = rows[6] * 1e-40 * (1.0 - 2.0 * seen)  # denormals
+    rows[7] = torch.where(rows[7] > 1.0, 3.0e38, -3.0e38)  # a range that overflows
+    return rows

@@ -1,0 +1,101 @@
+"""Runs the selection kernels as they are compiled for a GPU, without one, and compares with the reference.
+
+`python -m tests.kernels.topk_programs` prints one JSON object a line: kernel, configuration, case, rows that differ. It
+runs apart from the tests' process, which has Triton's interpreter switched on: Gluon and stores in assembly are not for
+that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from glm5deploy.kernels import reference
+from tests.kernels.ptx_program import Program
+from tests.kernels.topk_rows import awkward_rows, deceiving_rows
+
+ARCH = 90
+POINTERS = {"logits": "*fp32", "starts": "*i32", "lengths": "*i32", "topk": "*i32"}
+
+
+@dataclass(frozen=True)
+class Built:
+    """A compiled kernel and the columns that it holds."""
+
+    name: str
+    program: Program
+    columns: int
+
+
+def build(kernel: Any, constants: dict[str, Any], warps: int, columns: int) -> Built:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
+        kernel,
+        signature,
+        {(names.index(n),): value for n, value in constants.items()},
+        {(names.index("logits"),): [["tt.divisibility", 16]]},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options={"num_warps": warps})
+    return Built(kernel.__name__, Program(compiled.asm["ptx"], 32 * warps), columns)
+
+
+def kernels() -> Iterator[tuple[Built, bool]]:
+    """Small programs of every form, and whether their rows may start anywhere."""
+    from glm5deploy.kernels.topk_block import topk_block_kernel
+    from glm5deploy.kernels.topk_steps import topk_steps_kernel
+
+    for warps, groups, bins, starts in ((2, 4, 7, False), (1, 8, 5, True)):
+        constants = {"HAS_STARTS": starts, "WARPS": warps, "GROUPS": groups, "LOG_BINS": bins}
+        yield build(topk_steps_kernel, constants, warps, 128 * warps * groups), starts
+    yield build(topk_block_kernel, {"HAS_STARTS": True, "WARPS": 2, "ASM": True}, 2, 1024), True
+
+
+def differing(built: Built, logits: torch.Tensor, lengths: list[int], k: int, starts: list[int]) -> list[int]:
+    """Rows that differ from the reference, or in which what follows the k columns was written."""
+    rows, columns = logits.shape
+    padded = np.full(-(-rows * columns // 4) * 4, np.nan, np.float32)
+    padded[: rows * columns] = logits.reshape(-1).numpy()
+    sizes, first = np.array(lengths, np.int32), np.array(starts, np.int32)
+    expected = reference.select_topk(logits, torch.from_numpy(sizes), k, torch.from_numpy(first)).numpy()
+    out = np.full((rows, k + 3), -77, np.int32)
+    for row in range(rows):
+        built.program.run(row, [padded, first, sizes, out, k, columns, k + 3])
+    return [r for r in range(rows) if (out[r, :k] != expected[r]).any() or (out[r, k:] != -77).any()]
+
+
+def main() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    torch.manual_seed(7)
+    for built, has_starts in kernels():
+        most = built.columns - 3
+        rows = torch.cat((awkward_rows(most), deceiving_rows(most)))
+        zeros = [0] * len(rows)
+        cases = [(f"k {k}", rows, [most - i % 4 for i in range(len(rows))], k, zeros) for k in (1, 130, 700)]
+        around = [0, 1, 127, 128, 129, 130, 131, 132, 255, most]
+        cases.append(("lengths", torch.randn(10, most), around, 129, [0] * 10))
+        if has_starts:
+            moved = torch.randn(5, most + 100)
+            cases.append(("starts", moved, [most, 0, 100, 509, 700], 100, [100, most + 100, 1, 2, 3]))
+        for name, logits, lengths, k, starts in cases:
+            wrong = differing(built, logits, lengths, k, starts)
+            sys.stdout.write(
+                json.dumps({"kernel": built.name, "case": name, "rows": len(logits), "wrong": wrong}) + "\n"
+            )
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
