@@ -21,7 +21,7 @@ products 300 - GGML products beside cuBLAS and, where vLLM and vllm-gguf-plugin 
 types 480 - products of every GGML type, as the interpreter's tests have them
 sparse 150 - sparse MLA; beside FlashMLA and vLLM's XPU kernel where vLLM is installed
 indexer 150 - scores and selection; beside DeepGEMM and vLLM's where vLLM is installed
-engine 720 vllm served numbers: prompts, decoding, side by side, preempted, MTP, packed cache, late compilations
+engine 840 vllm served numbers: prompts, decoding, side by side, preempted, MTP, packed cache, late compilations
 stack 480 vllm one of eight ranks at full depth: loading, milliseconds a token, kernels
 soak 1020 vllm ten minutes of mixed load on a server of its own
 loading 150 - what bounds loading: reading, copying, rearranging, alone and together
@@ -29,6 +29,8 @@ tune 720 - launch parameters measured for both caches, then random steps with th
 install 400 vllm install --tune from end to end, and a server that launches what it measured
 quantised 600 vllm products as the engine calls them, loading; two ranks where there are two GPUs
 long 600 vllm contexts of 2,047 to 131,072 tokens, beside vLLM's own attention
+unfused 480 vllm the stack with vLLM's own operations before attention
+query 480 vllm the stack with W_UK and the query's RoPE in one launch as well
 sweep 600 - the products again with other launch parameters
 STEPS
 }
@@ -61,6 +63,8 @@ export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 # A script of the step, for at most its seconds; one that goes on for a minute more is killed.
 script() { timeout --kill-after=60 "$seconds" "$python" "scripts/$1" "${@:2}"; }
 
+stack() { script bench_layer_stack.py --out "$out/$name" --budget "$((seconds - 20))" "$@"; }
+
 # Tests of the step: each result and figure as it comes. Told to stop as by Ctrl-C, for only so servers are stopped too;
 # they have three quarters of the time, and what they have answered until then is judged.
 tests() {
@@ -76,7 +80,9 @@ run() {
     sparse) script bench_sparse_mla.py --json "$out/sparse.json" ;;
     indexer) script bench_indexer.py --json "$out/indexer.json" ;;
     engine) tests tests/vllm_plugin/test_gpu.py ;;
-    stack) script bench_layer_stack.py --out "$out/stack" --budget "$((seconds - 20))" ;;
+    stack) stack ;;
+    unfused) stack --vllm=--additional-config --vllm='{"glm5_fusion": "off"}' ;;
+    query) stack --vllm=--additional-config --vllm='{"glm5_fusion": "query"}' ;;
     soak)
       script soak.py --gguf tests/data/tiny-glm5/GLM-tiny-A-GGUF/UD-Q4_K_XL --preemptions 1 --out "$out/soak" \
         --json "$out/soak.json" ;;

@@ -41,6 +41,9 @@ DENSE = ("--model-loader-extra-config", json.dumps({"weights": "dense"}))
 DRAFT = ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 2}))
 CRAMPED = ("--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "48")  # a cache of 3,072 tokens
 
+# What comes before attention: in one launch by default, in vLLM's own or in fewer still when asked.
+UNFUSED, QUERY = (("--additional-config", json.dumps({"glm5_fusion": level})) for level in ("off", "query"))
+
 ALL = (ask_prompts, ask_together, ask_lengths)
 RUNS = (
     GpuRun("A", bf16("A"), ALL, empty_cache=True),
@@ -51,6 +54,8 @@ RUNS = (
     GpuRun("B-Q8-fp8-cache", bf16("B-Q8"), (ask_prompts, ask_together), flags=PACKED),
     GpuRun("A-cramped", bf16("A"), (ask_prompts, ask_together, ask_under_pressure), flags=CRAMPED),
     GpuRun("A-dense", bf16("A"), (ask_prompts, ask_together), flags=DENSE),
+    GpuRun("B-Q8-query", bf16("B-Q8"), ALL, flags=QUERY),
+    GpuRun("B-Q8-unfused", bf16("B-Q8"), (ask_prompts, ask_together), flags=UNFUSED),
 )
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
 
@@ -172,6 +177,7 @@ def test_our_backend_ran_and_captured_its_graphs(run: GpuRun, gpu_results: dict[
     assert "GLM5_TRITON_SPARSE" in log
     assert "Graph capturing finished" in log or "Capturing CUDA graphs" in log
     assert ("of quantised weights read in" in log) == (run.flags != DENSE)
+    assert "vLLM's own operations run before attention" not in log
     # Router products for activations of one type, 32 of them, and not of two.
     assert "JIT kernel warmup (32 compile keys)" in log
 
