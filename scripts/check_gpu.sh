@@ -5,7 +5,7 @@
 #   scripts/check_gpu.sh --list              the steps, the seconds each may take, whether it needs vLLM
 #
 # Every step has a log OUT/STEP.log, written as it goes, its figures beside it, and a line in OUT/summary.txt (name, exit
-# status, seconds) as soon as it ends. A step that fails or takes too long does not keep the next from running; the exit
+# status, seconds; 124: out of time) as soon as it ends. OUT/machine.txt says what it ran on. A step that fails or takes too long does not keep the next from running; the exit
 # status is 1 then. Two calls with different steps and CUDA_VISIBLE_DEVICES may share OUT.
 #
 # PYTHON names the interpreter (default: .venv's, else python3); SECONDS_SCALE=2 doubles all limits.
@@ -94,6 +94,12 @@ run() {
     sweep) script bench_quants.py --sweep --out "$out/sweep.json" --jobs "$(nproc)" ;;
   esac
 }
+
+# What the figures are of.
+{
+  date; git log -1 --format=%H; nproc; free -g; nvidia-smi
+  "$python" -c 'import importlib.metadata as m; [print(n, m.version(n)) for n in ("torch", "triton", "vllm", "vllm-gguf-plugin")]'
+} >"$out/machine.txt" 2>&1
 
 failed=0
 for name in "$@"; do
