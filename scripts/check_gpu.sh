@@ -5,8 +5,9 @@
 #   scripts/check_gpu.sh --list              the steps, the seconds each may take, whether it needs vLLM
 #
 # Every step has a log OUT/STEP.log, written as it goes, its figures beside it, and a line in OUT/summary.txt (name, exit
-# status, seconds; 124: out of time) as soon as it ends. OUT/machine.txt says what it ran on. A step that fails or takes too long does not keep the next from running; the exit
-# status is 1 then. Two calls with different steps and CUDA_VISIBLE_DEVICES may share OUT.
+# status, seconds; 124: out of time) as soon as it ends. A step that fails or takes too long does not keep the next from
+# running; the exit status is 1 then. OUT/machine.txt says what it ran on. Two calls with different steps and
+# CUDA_VISIBLE_DEVICES may share OUT.
 #
 # PYTHON names the interpreter (default: .venv's, else python3); SECONDS_SCALE=2 doubles all limits.
 set -uo pipefail
@@ -35,10 +36,13 @@ sweep 600 - the products again with other launch parameters
 STEPS
 }
 
-usage() { sed -n '2,12s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,13s/^# \{0,1\}//p' "$0"; }
 case "${1:-}" in
   --list)
-    steps | while read -r name seconds needs what; do printf '%-10s %5s s  %-4s  %s\n' "$name" "$seconds" "$needs" "$what"; done
+    steps | while read -r words; do
+      read -r name seconds needs what <<<"$words"
+      printf '%-10s %5s s  %-4s  %s\n' "$name" "$seconds" "$needs" "$what"
+    done
     exit 0 ;;
   -h | --help) usage; exit 0 ;;
   -*) usage >&2; exit 2 ;;
@@ -98,7 +102,7 @@ run() {
 # What the figures are of.
 {
   date; git log -1 --format=%H; nproc; free -g; nvidia-smi
-  "$python" -c 'import importlib.metadata as m; [print(n, m.version(n)) for n in ("torch", "triton", "vllm", "vllm-gguf-plugin")]'
+  "$python" -m pip list | grep -iE '^(python|torch|triton|vllm)'
 } >"$out/machine.txt" 2>&1
 
 failed=0
