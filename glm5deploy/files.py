@@ -93,6 +93,14 @@ def changed_file(facts: Mapping[str, object]) -> str | None:
     return None
 
 
+def changed_files(recorded: object) -> list[str]:
+    """Why files are no longer as recorded, a reason each; ``recorded`` is a record's list of :func:`file_facts`."""
+    if not isinstance(recorded, list) or not recorded:
+        return ["the record names no files"]
+    reasons = (changed_file(facts) for facts in recorded if isinstance(facts, Mapping))
+    return [reason for reason in reasons if reason is not None]
+
+
 def free_bytes(path: Path) -> int:
     """Bytes that an ordinary user may still write in the file system that ``path`` is or will be on."""
     return shutil.disk_usage(next(there for there in (path, *path.parents) if there.exists())).free

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from glm5deploy.errors import DeployError
-from glm5deploy.files import changed_file, file_facts, free_bytes
+from glm5deploy.files import changed_files, file_facts, free_bytes
 from glm5deploy.gguf_files.copy import merge
 from glm5deploy.gguf_files.journal import load_journal
 from glm5deploy.gguf_files.merge_job import journal_path
@@ -44,11 +43,7 @@ class MergeStage:
         }
 
     def stale_outputs(self, context: Context, outputs: Json) -> list[str]:
-        files = outputs.get("files")
-        if not isinstance(files, list) or not files:
-            return ["the record names no files"]
-        reasons = (changed_file(facts) for facts in files if isinstance(facts, Mapping))
-        return [reason for reason in reasons if reason is not None]
+        return changed_files(outputs.get("files"))
 
     def plan(self, context: Context) -> Json:
         output = _output(context)

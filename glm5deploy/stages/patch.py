@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glm5deploy import __version__
 from glm5deploy.errors import FileFormatError
-from glm5deploy.files import changed_file, file_facts
+from glm5deploy.files import changed_files, file_facts
 from glm5deploy.pipeline.stage import Context, Json
 from glm5deploy.stages.engine_probe import probe_engine
 from glm5deploy.stages.gpu_memory import GpuMemory, gpu_memory
@@ -42,11 +41,7 @@ class PatchStage:
         }
 
     def stale_outputs(self, context: Context, outputs: Json) -> list[str]:
-        files = outputs.get("files")
-        if not isinstance(files, list) or not files:
-            return ["the record names no files"]
-        reasons = (changed_file(facts) for facts in files if isinstance(facts, Mapping))
-        return [reason for reason in reasons if reason is not None]
+        return changed_files(outputs.get("files"))
 
     def plan(self, context: Context) -> Json:
         model, memory = self._build(context)
