@@ -102,7 +102,7 @@ run() {
 # What the figures are of.
 {
   date; git log -1 --format=%H; nproc; free -g; nvidia-smi
-  "$python" -m pip list | grep -iE '^(python|torch|triton|vllm)'
+  "$python" -m pip list | grep -iE '^(torch|triton|vllm)'
 } >"$out/machine.txt" 2>&1
 
 failed=0

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib
+import json
 import math
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-NAMES = ("soak_load", "soak_watch", "soak")
+NAMES = ("soak_load", "soak_watch", "soak_verdict", "soak_server", "soak")
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +63,32 @@ def test_a_moved_answer_is_measured(parts: dict[str, ModuleType]) -> None:
 
 def test_a_token_that_went_missing_counts_as_the_last_listed(parts: dict[str, ModuleType]) -> None:
     assert parts["soak_watch"].difference([{"a": -1.0, "b": -2.0, "c": -9.0}], [{"x": -0.5, "y": -4.0}]) == 3.0
+
+
+def test_a_server_that_has_ended_is_noticed(parts: dict[str, ModuleType]) -> None:
+    """Its own child, too, which nobody has waited for and which psutil therefore still finds."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    memory = parts["soak_watch"].Memory(psutil.Process(child.pid))
+    memory.sample()
+    assert memory.samples[0].rss > 1
+    child.kill()
+    while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    with pytest.raises(psutil.NoSuchProcess):
+        memory.sample()
+    child.communicate()
+
+
+def test_figures_so_far_are_written(parts: dict[str, ModuleType], tmp_path: Path) -> None:
+    tally, seen = parts["soak_load"].Tally(tokens=50), parts["soak_watch"].Deviations(prompted=[0.1], decoded=[0.2])
+    tally.failures.append("short: status 500")
+    memory, now = parts["soak_watch"].Memory(psutil.Process()), time.monotonic()
+    memory.sample()
+    asyncio.run(parts["soak"].progress(tmp_path / "f.json", tally, seen, memory, now - 10, now + 0.05))
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert figures["unfinished"]
+    assert figures["tokens/s"] == pytest.approx(5, rel=0.2)
+    assert figures["failures"] == ["short: status 500"]
 
 
 FIGURES: dict[str, Any] = {
