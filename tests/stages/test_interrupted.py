@@ -16,6 +16,7 @@ import pytest
 from glm5deploy.demo.local_hub import LocalHub
 from tests.support.cli import glm5deploy, killed_at, serving
 from tests.support.data import SET_A
+from tests.support.goldens import prompts, references
 from tests.support.serving import free_port
 
 REPO = "tiny/GLM-tiny-A-GGUF"
@@ -110,26 +111,26 @@ def previous(stage: str) -> str:
     return {"patch": "merge", "install": "patch"}[stage]
 
 
-def greedy(ready: dict[str, str]) -> list[str]:
-    body = {"model": ready["model"], "prompt": list(range(300, 400)), "max_tokens": 8, "temperature": 0, "logprobs": 1}
+def greedy(ready: dict[str, str], prompt: list[int]) -> list[int]:
+    body = {"model": ready["model"], "prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
     answer = httpx.post(f"{ready['url']}/completions", json=body, timeout=120)
     answer.raise_for_status()
-    tokens: list[str] = answer.json()["choices"][0]["logprobs"]["tokens"]
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
     return tokens
 
 
 @pytest.mark.engine
 def test_serve_survives_a_kill_at_every_event(undisturbed: Path, tmp_path: Path) -> None:
-    """Nothing of a killed server is left behind, and the next one gives the answer of an undisturbed one."""
-    command = ("serve", "--workdir", undisturbed, "--port")
-    with serving(*command, str(free_port())) as server:
-        expected = greedy(server.ready)
+    """Nothing of a killed server is left behind, and the next one gives the answer of the reference."""
     port = str(free_port())
+    command = ("serve", "--workdir", undisturbed, "--dtype", "float32", "--port")
     log = tmp_path / "events"
     for number in range(20):
         log.write_text("")
         assert killed_at(number, log, *command, port)
         if " checkpoint READY" in log.read_text():
             break
+    else:
+        pytest.fail("the server never became ready")
     with serving(*command, port) as server:
-        assert greedy(server.ready) == expected
+        assert greedy(server.ready, prompts()["p300"].ids) == references("A")["p300"].greedy[:8]

@@ -127,14 +127,15 @@ def engine(
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        # A thread a rank on no core in particular: vLLM would put every server's first rank on the same core.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
         "GLM5DEPLOY_TRACE_DIR": str(served.trace),
         "GLM5DEPLOY_STATUS_DIR": str(served.status),
         "GLM5DEPLOY_COMPILE_LOG": str(served.compile_log),
         **(variables or {}),
     }
     environment = {name: value for name, value in environment.items() if value}
-    if tp > 1:
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, sorted(os.sched_getaffinity(0))[:tp]))
     with served.log.open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:

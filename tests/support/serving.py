@@ -16,10 +16,20 @@ from tests.support import http_child
 GLM_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
+_kept: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port for a server that is still to start: held until this process ends.
+
+    While it is held the kernel gives the port to nobody who asks for any; a server that names it gets it all the same,
+    for servers set SO_REUSEADDR, and this socket does not listen.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _kept.append(holder)
+    return int(holder.getsockname()[1])
 
 
 def settings(**changes: Any) -> ServeSettings:
