@@ -95,15 +95,24 @@ def recording(
 def gpu_results(
     request: pytest.FixtureRequest, model_folder: Callable[[Run], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Result]:
-    """What the servers of every GPU run answered that a selected test asks for: ``-k`` starts none in vain."""
-    from tests.support.gpu_servers import GpuRun, serve_all, visible_gpus
+    """What the servers of every GPU run answered that a selected test asks for: ``-k`` starts none in vain.
+
+    A run whose reference set is not here fails alone.
+    """
+    from tests.support.gpu_servers import GpuRun, Result, serve_all, visible_gpus
 
     specs = (getattr(item, "callspec", None) for item in request.session.items)
     asked = {spec.params["run"]: None for spec in specs if spec is not None and "run" in spec.params}
     gpus = visible_gpus()
     runs = [run for run in asked if isinstance(run, GpuRun) and run.run.tp <= len(gpus)]
-    folders = {run.name: (model_folder(run.run), tmp_path_factory.mktemp("engine")) for run in runs}
-    return serve_all(runs, folders, gpus)
+    folders: dict[str, tuple[Path, Path]] = {}
+    missing: dict[str, Result] = {}
+    for run in runs:
+        try:
+            folders[run.name] = model_folder(run.run), tmp_path_factory.mktemp("engine")
+        except FileNotFoundError as error:
+            missing[run.name] = Result(failure=str(error))
+    return serve_all([run for run in runs if run.name in folders], folders, gpus) | missing
 
 
 def record_prompts(served: Engine, tp: int) -> Recording:
