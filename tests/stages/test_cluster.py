@@ -151,6 +151,5 @@ def test_two_machines_serve_one_model(machines: tuple[Machine, Machine], tmp_pat
     reference = references("A")["p300"]
     result = serve_on_both(machines, tmp_path, prompts()["p300"].ids, **{"serve.pp": 2})
     assert result.get("ids") == reference.greedy[:8], result
-    assert (result["indexer"]["ranks"], result["indexer"]["layers"]) == (2, [0, 1, 2, 3]), "each stage counts its own"
     node = (tmp_path / "logs" / "node1.log").read_text()
     assert "headless" in node

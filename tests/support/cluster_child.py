@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from glm5deploy.errors import DeployError
@@ -32,8 +31,7 @@ def main() -> None:
         }
         answer = httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=120, trust_env=False)
         tokens = answer.json()["choices"][0]["logprobs"]["tokens"]
-        said = [int(token.partition(":")[2]) for token in tokens]
-        print(json.dumps({"ids": said, "indexer": asdict(server.report.indexer)}), flush=True)
+        print(json.dumps({"ids": [int(token.partition(":")[2]) for token in tokens]}), flush=True)
 
     try:
         ServeStage(on_ready=ask).run(serve_context(workdir, tuples))

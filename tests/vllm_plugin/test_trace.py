@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from vllm.distributed import parallel_state
 
 from glm5deploy.vllm_plugin import numerics, trace
 
@@ -17,7 +19,9 @@ LAYER = "model.layers.3.self_attn.indexer.k_cache"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(trace, "_rank", lambda: 1)  # no ranks without a started engine
+    """Of the second stage of a pipeline without tensor parallelism: one of its group, two of the server."""
+    for group, rank in (("_WORLD", 1), ("_TP", 0)):
+        monkeypatch.setattr(parallel_state, group, SimpleNamespace(rank=rank, rank_in_group=rank))
     for name, value in (("_counter", None), ("_trace_folder", tmp_path), ("_status_folder", tmp_path)):
         monkeypatch.setattr(trace, name, value)
     return tmp_path
