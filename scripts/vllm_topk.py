@@ -11,7 +11,14 @@ import torch
 from glm5deploy.kernels import reference
 
 SPACE_BYTES = 1 << 20
+# What an operation of another library may raise when it is missing, called wrongly, or fails on the GPU.
+FAILURES = (ImportError, AttributeError, TypeError, ValueError, AssertionError, RuntimeError)
 Choose = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], object]
+
+
+def reason(error: Exception) -> str:
+    """The first line of what went wrong, with its kind."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:150]}"
 
 
 def vllm_ops() -> Any:
@@ -38,12 +45,13 @@ def decode_choice(name: str) -> Choose:
     return choose
 
 
-def prefill_choice(ops: Any) -> Choose:
-    """top_k_per_row_prefill in the same form; rows begin at column 0."""
+def prefill_choice(ops: Any, rows: int) -> Choose:
+    """top_k_per_row_prefill in the same form, for so many rows; all begin at column 0."""
+    starts = torch.zeros(rows, dtype=torch.int32, device="cuda")
 
     def choose(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, longest: int) -> object:
         rest = (scores.shape[0], scores.stride(0), scores.stride(1), out.shape[1])
-        return ops.top_k_per_row_prefill(scores, torch.zeros_like(lengths), lengths, out, *rest)
+        return ops.top_k_per_row_prefill(scores, starts, lengths, out, *rest)
 
     return choose
 
@@ -87,18 +95,24 @@ def verdict(scores: torch.Tensor, lengths: torch.Tensor, chosen: torch.Tensor) -
 
 def compare(ops: Any, k: int) -> None:
     """Print, for each operation and kind of row, whether it chooses what the reference does, twice the same."""
-    choices = {name: decode_choice(name) for name in ("cooperative_topk", "persistent_topk")}
-    choices["top_k_per_row_prefill"] = prefill_choice(ops)
-    for name, choose in choices.items():
+    choices = {name: partial(decode_choice, name) for name in ("cooperative_topk", "persistent_topk")}
+    choices["top_k_per_row_prefill"] = partial(prefill_choice, ops, 4)
+    for name, make in choices.items():
         for width in (8192, 32768, 131072):
-            lengths = torch.tensor([width, width - 1, width // 2 + 3, 2049], dtype=torch.int32, device="cuda")
-            found: dict[str, list[str]] = {}
-            for kind, scores in awkward_scores(width).items():
-                run = partial(choose, scores, lengths)
-                outs = [torch.full((4, k), -1, dtype=torch.int32, device="cuda") for _ in range(2)]
-                for out in outs:
-                    run(out, width)
-                twice = torch.equal(outs[0].sort(dim=1).values, outs[1].sort(dim=1).values)
-                result = verdict(scores, lengths, outs[0]) + ("" if twice else ", CHANGES")
-                found.setdefault(result, []).append(kind)
-            print(f"{name} {width}: " + "; ".join(f"{result}: {', '.join(kinds)}" for result, kinds in found.items()))
+            try:
+                print(f"{name} {width}: {_compared(make(), width, k)}", flush=True)
+            except FAILURES as error:
+                print(f"{name} {width}: failed, {reason(error)}", flush=True)
+
+
+def _compared(choose: Choose, width: int, k: int) -> str:
+    lengths = torch.tensor([width, width - 1, width // 2 + 3, 2049], dtype=torch.int32, device="cuda")
+    found: dict[str, list[str]] = {}
+    for kind, scores in awkward_scores(width).items():
+        outs = [torch.full((4, k), -1, dtype=torch.int32, device="cuda") for _ in range(2)]
+        for out in outs:
+            choose(scores, lengths, out, width)
+        twice = torch.equal(outs[0].sort(dim=1).values, outs[1].sort(dim=1).values)
+        result = verdict(scores, lengths, outs[0]) + ("" if twice else ", CHANGES")
+        found.setdefault(result, []).append(kind)
+    return "; ".join(f"{result}: {', '.join(kinds)}" for result, kinds in found.items())

@@ -10,8 +10,9 @@ import torch
 
 from glm5deploy.kernels import reference
 from glm5deploy.kernels.topk import select_topk, topk_variant, topk_workspace_elements
+from glm5deploy.kernels.topk_config import VARIANTS, runnable, steps_ready
 from glm5deploy.kernels.tuning import gpu
-from tests.kernels.topk_rows import awkward_rows
+from tests.kernels.topk_rows import awkward_rows, deceiving_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +34,26 @@ def test_awkward_rows(copies: int, width: int, variant: str, k: int) -> None:
     for _ in range(2):  # the scratch memory's contents do not matter
         select_topk(logits, lengths, k, width, out, scratch)
         assert torch.equal(out[:, :k], expected)
+        assert (out[:, k] == -7).all()
+
+
+@pytest.mark.parametrize("k", [1, 64, 128, 2048])
+@pytest.mark.parametrize("width", [4093, 8192, 16_001, 32_768])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant(name: str, width: int, k: int) -> None:
+    if any(variant.steps for variant in VARIANTS.values()):
+        assert steps_ready()
+    config = runnable(VARIANTS[name])
+    logits = torch.cat((awkward_rows(width, "cuda"), deceiving_rows(width, "cuda")))
+    count = len(logits)
+    starts = torch.arange(count, dtype=torch.int32, device="cuda") % 7
+    lengths = width - starts - torch.arange(count, dtype=torch.int32, device="cuda") % 4
+    lengths[:5] = torch.tensor([0, k - 1, k, k + 1, 127], dtype=torch.int32, device="cuda")
+    scratch = torch.empty(topk_workspace_elements(count, width, k, config), dtype=torch.int32, device="cuda")
+    for first in (None, starts) if name in ("keys", "steps") else (None,):  # each form is compiled apart
+        out = torch.full((count, k + 1), -7, dtype=torch.int32, device="cuda")
+        select_topk(logits, lengths, k, width, out, scratch, first, config)
+        assert torch.equal(out[:, :k], reference.select_topk(logits, lengths, k, first))
         assert (out[:, k] == -7).all()
 
 
