@@ -73,7 +73,7 @@ stack() { script bench_layer_stack.py --out "$out/$name" --budget "$((seconds - 
 # they have three quarters of the time, and what they have answered until then is judged.
 tests() {
   GPU_SERVERS_LOGS=$out GPU_SERVERS_SECONDS=$((seconds * 3 / 4)) timeout --signal=INT --kill-after=60 "$seconds" \
-    "$python" -m pytest -v -s -rfEs --durations=5 -m gpu -p no:cacheprovider --junitxml="$out/$name.xml" "$@"
+    "$python" -m pytest -v -s -rfEs --tb=short --durations=5 -m gpu -p no:cacheprovider --junitxml="$out/$name.xml" "$@"
 }
 
 run() {
