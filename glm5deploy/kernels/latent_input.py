@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from glm5deploy.kernels.latent_cache import cache_views, rope_offset, store_latent_row, token_stride
+from glm5deploy.kernels.latent_cache import cache_views, rope_offset, store_latent_row
 from glm5deploy.kernels.layout import LATENT_DIM, QK_DIM, ROPE_DIM, require
 from glm5deploy.kernels.reference import rope_interleaved
 
@@ -112,7 +112,7 @@ def latent_input(
         ropes,
         eps,
         slots.shape[0],
-        token_stride(x),
+        x.stride(0) if tokens > 1 else x.shape[1],  # one row has any; kernels are compiled for those of a matrix
         cache.stride(0),
         RANK=rank,
         BR=triton.next_power_of_2(rank),
