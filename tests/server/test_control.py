@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -98,19 +97,15 @@ def test_following_goes_on_in_a_log_that_begins_anew(tmp_path: Path) -> None:
     log = tmp_path / "serve.log"
     log.write_text("old\n")
     pieces = follow(log, 4)
-
-    def write() -> None:
-        time.sleep(0.1)
-        with log.open("a") as file:
-            file.write("more\n")
-        time.sleep(0.5)
-        log.rename(tmp_path / "serve.log.1")
-        time.sleep(0.5)
-        log.write_text("anew\n")
-
-    writer = threading.Thread(target=write)
+    with log.open("a") as file:
+        file.write("more\n")
+    assert next(pieces) == "more\n"
+    with log.open("a") as file:
+        file.write("last\n")
+    log.rename(tmp_path / "serve.log.1")
+    writer = threading.Timer(0.5, log.write_text, ["anew\n"])
     writer.start()
-    assert [next(pieces), next(pieces)] == ["more\n", "anew\n"]
+    assert [next(pieces), next(pieces)] == ["last\n", "anew\n"]
     writer.join()
 
 

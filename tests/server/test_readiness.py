@@ -99,7 +99,7 @@ def test_waiting_ends_at_the_deadline(tmp_path: Path) -> None:
         members = process.members()
     assert members
     assert process.members() == []
-    assert time.monotonic() - begun < 6.0
+    assert time.monotonic() - begun < 30
 
 
 def test_waiting_ends_when_the_server_does(tmp_path: Path) -> None:
