@@ -131,11 +131,12 @@ def copy_to(device: str, then: Take) -> Take:
     return take
 
 
-def whole(slabs: list[Slab], device: str) -> dict[str, float]:
-    begun = time.monotonic()
-    taken = Reader(torch.device(device)).fill(slabs)
+def whole(slabs: list[Slab], device: str) -> dict[str, Any]:
+    reader, begun = Reader(torch.device(device)), time.monotonic()
+    taken = reader.fill(slabs)
     settle(device)
-    return {"GB/s": taken / (time.monotonic() - begun) / 1e9}
+    spent = time.monotonic() - begun
+    return {"GB/s": taken / spent / 1e9, "waits": reader.times.waited / spent, "times": str(reader.times)}
 
 
 def main() -> int:

@@ -94,7 +94,9 @@ def fill(model: nn.Module, rank: int = 0) -> tuple[set[str], set[str]]:
         return set(), set()
     progress = Progress(lambda line: logger.info("glm5_gguf: rank %d: %s", rank, line))
     device = slabs[0].target.low.device
-    Reader(device, progress).fill(slabs)
+    reader = Reader(device, progress)
+    reader.fill(slabs)
+    logger.info("glm5_gguf: rank %d: %s", rank, reader.times)
     with blocks_reused(device):
         # One answer for all: each would make the host wait for the device.
         sound = torch.stack([scales_are_finite(slab.target) for slab in slabs]).tolist()

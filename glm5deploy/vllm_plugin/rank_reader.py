@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,8 +25,28 @@ _BUFFERS = 8  # pieces under way at a time, each with a thread that reads
 _LOOK_EVERY = 32  # pieces after which the device's spare memory is looked at
 
 
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a run: the thread that feeds the device ``waited`` for pieces; all threads that read, together, waited
+    for the ``device`` to be done with their buffers, and ``read``."""
+
+    waited: float = 0.0
+    device: float = 0.0
+    read: float = 0.0
+
+    def __add__(self, other: Times) -> Times:
+        return Times(self.waited + other.waited, self.device + other.device, self.read + other.read)
+
+    def __str__(self) -> str:
+        readers = f"{_BUFFERS} readers read for {self.read:.1f} s and waited {self.device:.1f} s for the device"
+        return f"the device's feeder waited {self.waited:.1f} s for them; {readers}, all together"
+
+
 class Reader:
-    """Fills slabs, ``most`` bytes at a time. ``report`` gets (bytes taken, bytes in all) after every piece."""
+    """Fills slabs, ``most`` bytes at a time. ``report`` gets (bytes taken, bytes in all) after every piece.
+
+    ``times`` are seconds, of what bounds the rate: little ``waited`` means the thread that feeds the device itself.
+    """
 
     def __init__(
         self,
@@ -35,6 +56,7 @@ class Reader:
     ) -> None:
         self.device = device
         self.files = Files()
+        self.times = Times()
         self._report = report
         self._most = most
 
@@ -56,13 +78,16 @@ class Reader:
         with ThreadPoolExecutor(_BUFFERS) as pool:
             copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
             free = [_Buffer(size, self.device, copies) for _ in range(min(_BUFFERS, len(queue)))]
-            running: deque[tuple[Piece, _Buffer, Future[int]]] = deque()
+            running: deque[tuple[Piece, _Buffer, Future[tuple[int, Times]]]] = deque()
             while queue or running:
                 while queue and free:
                     piece, buffer = queue.popleft(), free.pop()
                     running.append((piece, buffer, pool.submit(self._bring, piece, buffer)))
                 piece, buffer, future = running.popleft()
-                self.files.taken += future.result()
+                before = time.perf_counter()
+                taken, times = future.result()
+                self.files.taken += taken
+                self.times += replace(times, waited=time.perf_counter() - before)
                 place(piece, buffer.upload(piece.shape))
                 buffer.release()
                 free.append(buffer)
@@ -70,10 +95,13 @@ class Reader:
                 if len(queue) % _LOOK_EVERY == 0:
                     give_back_spare(self.device)
 
-    def _bring(self, piece: Piece, buffer: _Buffer) -> int:
+    def _bring(self, piece: Piece, buffer: _Buffer) -> tuple[int, Times]:
         """Runs in a thread: the one that hands pieces to the device never waits for a buffer."""
+        begun = time.perf_counter()
         buffer.wait()
-        return self.files.copy(piece, buffer.array(piece.shape))
+        free = time.perf_counter()
+        taken = self.files.copy(piece, buffer.array(piece.shape))
+        return taken, Times(device=free - begun, read=time.perf_counter() - free)
 
 
 class _Buffer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
@@ -34,7 +35,7 @@ from glm5deploy.vllm_plugin.quantised_loading import left_over
 from glm5deploy.vllm_plugin.quantised_modules import Module, quantised_modules
 from glm5deploy.vllm_plugin.rank_files import Files
 from glm5deploy.vllm_plugin.rank_reader import Progress, Reader
-from glm5deploy.vllm_plugin.slabs import Slab, Source, pieces
+from glm5deploy.vllm_plugin.slabs import Piece, Slab, Source, pieces
 from tests.quants.blocks import QUANTISED, random_rows
 from tests.support.glm_catalogue import real_metadata, real_tensors
 from tests.vllm_plugin.conftest import Run
@@ -234,6 +235,24 @@ def test_the_device_needs_little_more_than_the_planes(tmp_path: Path) -> None:
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
     assert torch.equal(dequantize_planes(target).cpu(), numbers(tensor))
+
+
+def test_what_bounds_the_rate_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading that takes long is what the feeding thread waits for, and what the readers do."""
+    tensor = random_tensor(tmp_path / "w", "Q8_0", 256, 64)
+    copy = Files.copy
+
+    def slow(self: Files, piece: Piece, out: np.ndarray) -> int:
+        time.sleep(0.05)
+        return copy(self, piece, out)
+
+    monkeypatch.setattr(Files, "copy", slow)
+    reader = Reader(torch.device("cpu"), most=272 * 16)
+    reader.fill([Slab(Source(tensor, "w", 64), empty_planes("Q8_0", 64, 256), range(1), range(64), range(256))])
+    assert reader.times.read > 4 * 0.05
+    assert 0.03 < reader.times.waited <= reader.times.read
+    assert reader.times.device < 0.05
+    assert "readers read for 0." in str(reader.times)
 
 
 def test_progress_speaks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
