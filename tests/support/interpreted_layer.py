@@ -4,8 +4,8 @@ The real model is built by the real loader, and each layer's attention runs a st
 padding as CUDA graphs add it, over caches full of NaN. Prints a JSON object: ``built`` is how layers are built here,
 ``layers`` has a record for each layer and fusion (the largest relative error of ``outputs`` and of the ``cache``,
 ``selected`` positions that differ, how often each kernel was ``launched``, whether a ``profiled`` run gives numbers),
-and ``obstacles`` says why changed layers would not be fused. The kernels run under Triton's interpreter, so this is a
-process of its own.
+``obstacles`` says why changed layers would not be fused, and ``compiled`` whether torch.compile takes a layer whole.
+The kernels run under Triton's interpreter, so this is a process of its own.
 """
 
 from __future__ import annotations
@@ -136,6 +136,17 @@ def compare(config: Any, layer: Glm5LatentAttention, counts: Counter[str]) -> li
     return records
 
 
+def compiled(config: Any, layer: Glm5LatentAttention, fusion: str) -> bool:
+    """Whether torch.compile takes the layer whole, for any number of tokens, and gives the same numbers."""
+    expected = run(config, layer, fusion)[0]
+    plain = layer.forward
+    torch._dynamo.reset()
+    layer.forward = torch.compile(plain, backend="eager", fullgraph=True, dynamic=True)  # type: ignore[method-assign]
+    found = run(config, layer, fusion)[0]
+    layer.forward = plain  # type: ignore[method-assign]
+    return torch.equal(found, expected)
+
+
 def obstacles(layer: Any) -> list[str | None]:
     """Of the layer as it is, and with one thing after the other changed."""
     found = [why_not(layer)]
@@ -161,6 +172,7 @@ def main() -> None:
         report = {
             "built": [layer.fusion for layer in layers],
             "obstacles": obstacles(layers[0]),
+            "compiled": [compiled(config, layers[0], fusion) for fusion in ("latent", "query")],
             "layers": [record for layer in layers for record in compare(config, layer, counts)],
         }
     sys.stdout.write("\n" + json.dumps(report) + "\n")
