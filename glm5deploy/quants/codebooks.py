@@ -29,7 +29,7 @@ def _codebook(name: str, magnitudes: tuple[int, ...], device: str) -> torch.Tens
 
 def _u32(data: torch.Tensor) -> torch.Tensor:
     """Little-endian bytes [..., 4n] as int64 [..., n]."""
-    return data.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    return data.clone(memory_format=torch.contiguous_format).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
 
 
 def _shifted(values: torch.Tensor, shifts: tuple[int, ...], mask: int) -> torch.Tensor:

@@ -13,8 +13,9 @@ from functools import lru_cache
 import torch
 import triton
 
-from glm5deploy.quants import launch
-from glm5deploy.quants.formats import Format
+from glm5deploy.quants import across, launch
+from glm5deploy.quants.arguments import begin, kernel_format, pointers, row_stride
+from glm5deploy.quants.counters import part_memory
 from glm5deploy.quants.linear_kernel import dense_kernel, linear_kernel
 from glm5deploy.quants.moe_kernel import down_kernel, gate_up_kernel, sort_kernel, sum_kernel
 from glm5deploy.quants.planes import Planes
@@ -22,53 +23,6 @@ from glm5deploy.quants.planes import Planes
 DENSE_CHUNK_BYTES = 64 << 20  # of bf16 weights unpacked at a time for cuBLAS
 EXACT_TERMS = 1024  # up to so many pairs a token's terms are kept in fp32, then in the activations' type
 SUM_SPAN = 512  # outputs that a program of the sum over a token's experts takes
-TICKETS = 1 << 14  # tiles of one launch that parts of K can be counted at
-STREAMS = 128  # of one process that products run on: more than torch deals out
-_tickets: dict[torch.device, tuple[torch.Tensor, dict[int, int]]] = {}
-
-
-def kernel_format(fmt: Format) -> tuple[object, ...]:
-    """A format as kernels take it: (low, high, offset, scales, table, factor)."""
-    return fmt.low, fmt.high, fmt.offset, int(fmt.scales), fmt.table, fmt.factor
-
-
-def _pointers(planes: Planes) -> tuple[torch.Tensor, ...]:
-    """Four planes; a missing one is stood in for by the first, which kernels then do not read."""
-    low = planes.low
-    return low, *(low if t is None else t for t in (planes.high, planes.words, planes.halves))
-
-
-def _prepare_tickets(device: torch.device) -> None:
-    """Make the counters of all streams; not in a capture, where zeroing would happen at the graph's replay only."""
-    if device not in _tickets and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        _tickets[device] = torch.zeros((STREAMS, TICKETS), dtype=torch.int32, device=device), {}
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # other streams do not wait for this one's zeros
-
-
-def _stream_tickets(count: int, device: torch.device) -> torch.Tensor:
-    """``count`` counters of the current stream, which every kernel leaves zeroed."""
-    _prepare_tickets(device)
-    if device not in _tickets:
-        raise RuntimeError("a device's first product cannot be captured in a CUDA graph")
-    counters, places = _tickets[device]
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    place = places.setdefault(stream, len(places))
-    if place >= STREAMS or count > TICKETS:
-        raise RuntimeError(
-            f"no counters for {count} tiles on stream {place + 1}: {TICKETS} on each of {STREAMS} streams"
-        )
-    return counters[place]
-
-
-def _part_memory(
-    parts: int, rows: int, width: int, tiles: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 [parts, rows, width] and counters for ``tiles`` tiles; nothing where a program sums all of K."""
-    _prepare_tickets(device)
-    if parts == 1:
-        return torch.empty(0, device=device), torch.empty(0, dtype=torch.int32, device=device)
-    return torch.empty((parts, rows, width), dtype=torch.float32, device=device), _stream_tickets(tiles, device)
 
 
 def _gpu(device: torch.device) -> tuple[int, bool]:
@@ -94,7 +48,7 @@ def unpack_rows(planes: Planes, start: int, stop: int, dtype: torch.dtype = torc
     out = torch.empty((stop - start, planes.columns), dtype=dtype, device=planes.low.device)
     grid = (planes.supers, triton.cdiv(stop - start, 64))
     dense_kernel[grid](
-        *_pointers(planes), out, planes.rows, start, stop, planes.columns, FMT=kernel_format(planes.format),
+        *pointers(planes), out, planes.rows, start, stop, planes.columns, FMT=kernel_format(planes.format),
         BN=64, EVEN=planes.columns % 256 == 0, PTX=dtype == torch.bfloat16, num_warps=4,
     )  # fmt: skip
     return out
@@ -104,6 +58,8 @@ def _linear_launch(m: int, planes: Planes, device: torch.device) -> launch.Launc
     """None where weights are unpacked for cuBLAS."""
     if m >= launch.DENSE_TOKENS:
         return None
+    if m == 1 and launch.ACROSS and (found := across.linear_launch((planes,))):
+        return found
     return launch.linear_launch(m, planes.rows, planes.supers, *_gpu(device))
 
 
@@ -130,19 +86,52 @@ def linear(
             stop = min(n, start + step)
             torch.matmul(x, unpack_rows(planes, start, stop, x.dtype).T, out=out[:, start:stop])
         return out
+    if c.across:
+        across.linear(x, (planes,), out, c)
+        return out
     grid = (triton.cdiv(m, c.bm), triton.cdiv(n, c.bn), c.parts)
-    parts, tickets = _part_memory(c.parts, m, n, grid[0] * grid[1], x.device)
+    parts, tickets = part_memory(c.parts, m, n, grid[0] * grid[1], x.device)
     linear_kernel[grid](
-        x, *_pointers(planes), out, parts, tickets, m, n, planes.columns, _row_stride(x), out.stride(0), planes.supers,
+        x, *pointers(planes), out, parts, tickets, m, n, planes.columns, row_stride(x), out.stride(0), planes.supers,
         c.parts, FMT=kernel_format(planes.format), BN=c.bn, BM=c.bm, STAGES=c.stages,
-        EVEN=planes.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=c.warps,
+        EVEN=planes.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=c.warps, **begin(c.early, x.device),
     )  # fmt: skip
     return out
 
 
-def _row_stride(x: torch.Tensor) -> int:
-    """One row has any stride; kernels are compiled for that of a matrix."""
-    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
+def _pair_launch(m: int, first: Planes, second: Planes) -> launch.Launch | None:
+    """None where the two are launches of their own."""
+    return across.linear_launch((first, second)) if m == 1 and launch.ACROSS else None
+
+
+def linear_pair_key(tokens: int, first: Planes, second: Planes, device: torch.device) -> Hashable:
+    """As ``linear_key``, of ``linear_pair``."""
+    c = _pair_launch(tokens, first, second)
+    return ("pair", c.variant) if c else (linear_key(tokens, first, device), linear_key(tokens, second, device))
+
+
+def linear_pair(
+    x: torch.Tensor,
+    first: Planes,
+    second: Planes,
+    out: torch.Tensor | None = None,
+    config: launch.Launch | None = None,
+) -> torch.Tensor:
+    """x bf16 [M, K] times two weights (E = 1) of any types: [M, rows of both], side by side, in x's type.
+
+    One launch for one token where the launch table says so, or ``config``; else two calls of ``linear``.
+    """
+    _check(x, first)
+    _check(x, second)
+    if out is None:
+        out = torch.empty((x.shape[0], first.rows + second.rows), dtype=x.dtype, device=x.device)
+    c = config or _pair_launch(x.shape[0], first, second)
+    if c is not None:
+        across.linear(x, (first, second), out, c)
+    else:
+        linear(x, first, out[:, : first.rows])
+        linear(x, second, out[:, first.rows :])
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +148,17 @@ def _moe_launch(
     tokens: int,
     topk: int,
     gate: Planes,
+    up: Planes,
     down: Planes,
     device: torch.device,
     configs: tuple[launch.Launch, launch.Launch] | None = None,
 ) -> _MoeLaunch:
     pairs, experts, (processors, _) = tokens * topk, gate.experts, _gpu(device)
+    one = tokens == 1 and launch.ACROSS
     a, b = configs or (
-        launch.gate_up_launch(pairs, experts, gate.rows, gate.supers, processors),
-        launch.down_launch(pairs, experts, down.rows, processors),
+        (one and across.gate_up_launch(gate, up))
+        or launch.gate_up_launch(pairs, experts, gate.rows, gate.supers, processors),
+        (one and across.down_launch(down, topk)) or launch.down_launch(pairs, experts, down.rows, processors),
     )
     search = 1 if tokens == 1 else launch.SEARCH_PAIRS if pairs <= launch.SEARCH_PAIRS else 0
     return _MoeLaunch(a, b, search, pairs <= EXACT_TERMS)
@@ -174,7 +166,7 @@ def _moe_launch(
 
 def moe_key(tokens: int, gate: Planes, up: Planes, down: Planes, topk: int, device: torch.device) -> Hashable:
     """What of ``moe`` depends on the number of tokens and chooses a compiled variant."""
-    c = _moe_launch(tokens, topk, gate, down, device)
+    c = _moe_launch(tokens, topk, gate, up, down, device)
     return c.gate_up.variant, c.down.variant, c.search, c.exact
 
 
@@ -202,32 +194,71 @@ def moe(
         out = torch.empty((tokens, down.rows), dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    c = _moe_launch(tokens, topk, gate, down, x.device, configs)
-    a, b, ptx = c.gate_up, c.down, x.dtype == torch.bfloat16
-    if not c.search and a.bm != b.bm:
-        raise ValueError(f"sorted pairs are cut for {a.bm} tokens and would be multiplied by {b.bm}")
+    c = _moe_launch(tokens, topk, gate, up, down, x.device, configs)
     ids, weights = topk_ids.contiguous(), topk_weights.contiguous()
-    items = pairs if c.search else experts + pairs // a.bm
-    order = torch.empty(0 if c.search else pairs, dtype=torch.int32, device=x.device)
-    work = torch.empty((0 if c.search else items, 3), dtype=torch.int32, device=x.device)
-    if not c.search:
-        sort_kernel[(experts,)](ids, order, work, pairs, experts, BM=a.bm, CHUNK=1024, num_warps=4)
-    blocks = triton.cdiv(n, a.bn)
+    work = _find_pairs(ids, experts, c)
     hidden = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
-    parts, tickets = _part_memory(a.parts, pairs, 2 * n, pairs * blocks, x.device)
-    gate_up_kernel[(blocks, items, a.parts)](
-        x, *_pointers(gate), *_pointers(up), ids, order, work, hidden, parts, tickets, pairs, n, gate.columns,
-        _row_stride(x), gate.supers, a.parts, G=kernel_format(gate.format), U=kernel_format(up.format), TOPK=topk,
-        BN=a.bn, BM=a.bm, PAIRS=c.search, STAGES=a.stages,
-        EVEN=gate.columns % 256 == 0, PTX=ptx, num_warps=a.warps,
-    )  # fmt: skip
-    terms = torch.empty((pairs, down.rows), dtype=torch.float32 if c.exact else x.dtype, device=x.device)
-    down_kernel[(triton.cdiv(down.rows, b.bn * b.tiles), items)](
-        hidden, *_pointers(down), ids, order, work, weights, terms, pairs, down.rows, n, down.supers, b.tiles,
-        FMT=kernel_format(down.format), BN=b.bn, BM=b.bm, PAIRS=c.search, STAGES=b.stages,
-        ONE=down.supers == 1, EVEN=n % 256 == 0, PTX=ptx, num_warps=b.warps,
-    )  # fmt: skip
-    sum_kernel[(tokens, triton.cdiv(down.rows, SUM_SPAN))](
-        terms, ids, out, down.rows, TOPK=topk, BN=SUM_SPAN, num_warps=4
-    )
+    _gate_up(x, gate, up, ids, work, hidden, c)
+    _down(hidden, down, ids, weights, work, out, c)
     return out
+
+
+_Work = tuple[torch.Tensor, torch.Tensor]  # pairs by expert, and chunks of them; empty where programs search
+
+
+def _find_pairs(ids: torch.Tensor, experts: int, c: _MoeLaunch) -> _Work:
+    pairs, bm = ids.numel(), c.gate_up.bm
+    if c.search:
+        empty = torch.empty(0, dtype=torch.int32, device=ids.device)
+        return empty, empty
+    if bm != c.down.bm:
+        raise ValueError(f"sorted pairs are cut for {bm} tokens and would be multiplied by {c.down.bm}")
+    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
+    work = torch.empty((experts + pairs // bm, 3), dtype=torch.int32, device=ids.device)
+    sort_kernel[(experts,)](
+        ids, order, work, pairs, experts, BM=bm, CHUNK=1024, num_warps=4, **begin(c.gate_up.early, ids.device)
+    )
+    return order, work
+
+
+def _gate_up(
+    x: torch.Tensor, gate: Planes, up: Planes, ids: torch.Tensor, work: _Work, hidden: torch.Tensor, c: _MoeLaunch
+) -> None:
+    a, (pairs, n) = c.gate_up, hidden.shape
+    if a.across:
+        across.gate_up(x, gate, up, ids, hidden, a)
+        return
+    blocks, items = triton.cdiv(n, a.bn), pairs if c.search else work[1].shape[0]
+    parts, tickets = part_memory(a.parts, pairs, 2 * n, pairs * blocks, x.device)
+    gate_up_kernel[(blocks, items, a.parts)](
+        x, *pointers(gate), *pointers(up), ids, *work, hidden, parts, tickets, pairs, n, gate.columns,
+        row_stride(x), gate.supers, a.parts, G=kernel_format(gate.format), U=kernel_format(up.format),
+        TOPK=ids.shape[1], BN=a.bn, BM=a.bm, PAIRS=c.search, STAGES=a.stages,
+        EVEN=gate.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=a.warps, **begin(a.early, x.device),
+    )  # fmt: skip
+
+
+def _down(
+    hidden: torch.Tensor,
+    down: Planes,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    work: _Work,
+    out: torch.Tensor,
+    c: _MoeLaunch,
+) -> None:
+    b, (pairs, n), device = c.down, hidden.shape, hidden.device
+    if b.across:
+        across.down(hidden, down, ids, weights, out, b)
+        return
+    items = pairs if c.search else work[1].shape[0]
+    terms = torch.empty((pairs, down.rows), dtype=torch.float32 if c.exact else hidden.dtype, device=device)
+    down_kernel[(triton.cdiv(down.rows, b.bn * b.tiles), items)](
+        hidden, *pointers(down), ids, *work, weights, terms, pairs, down.rows, n, down.supers, b.tiles,
+        FMT=kernel_format(down.format), BN=b.bn, BM=b.bm, PAIRS=c.search, STAGES=b.stages,
+        ONE=down.supers == 1, EVEN=n % 256 == 0, PTX=hidden.dtype == torch.bfloat16, num_warps=b.warps,
+        **begin(b.early, device),
+    )  # fmt: skip
+    sum_kernel[(ids.shape[0], triton.cdiv(down.rows, SUM_SPAN))](
+        terms, ids, out, down.rows, TOPK=ids.shape[1], BN=SUM_SPAN, num_warps=4, **begin(b.early, device)
+    )

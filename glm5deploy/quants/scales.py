@@ -186,3 +186,42 @@ def group_scale(scales, G: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
             return s + d * 0.5, s
         else:
             return s, s
+
+
+@triton.jit
+def _word_bytes(words, G: tl.constexpr, BIAS: tl.constexpr):
+    """Bytes of all G groups, exact in fp32: [E, BN, G] of words [E, BN], four groups each."""
+    g = tl.arange(0, G)[None, None, :]
+    word = tl.expand_dims(words[0], -1)
+    for k in tl.static_range(1, G // 4):
+        word = tl.where(g >= 4 * k, tl.expand_dims(words[k], -1), word)
+    found = ((word >> (g % 4 * 8)) & 255) | 0x4B000000  # on top of 2^23
+    return found.to(tl.float32, bitcast=True) - (8388608.0 + BIAS)
+
+
+@triton.jit
+def _each_half(halves, FIRST: tl.constexpr):
+    """[E, BN, 8] of eight halves [E, BN]."""
+    g = tl.arange(0, 8)[None, None, :]
+    found = tl.broadcast_to(tl.expand_dims(halves[FIRST], -1), [halves[0].shape[0], halves[0].shape[1], 8])
+    for k in tl.static_range(1, 8):
+        found = tl.where(g == k, tl.expand_dims(halves[FIRST + k], -1), found)
+    return found
+
+
+@triton.jit
+def group_scales(scales, G: tl.constexpr, FMT: tl.constexpr):
+    """Scale and minimum of all G groups, fp32 [E, BN, G], of scales [E, BN]; for types with an excess (unpack.py)."""
+    KIND: tl.constexpr = FMT[3]
+    words, least, halves = scales
+    if KIND == BLOCK:
+        s = _each_half(halves, 0)
+        return s, s
+    elif KIND == BLOCK_MIN:
+        return _each_half(halves, 0), -_each_half(halves, 8)
+    else:
+        s = _word_bytes(words, G, _bias(KIND)) * tl.expand_dims(halves[0], -1)
+        if KIND == K4 or KIND == K2:
+            return s, _word_bytes(least, G, 0.0) * tl.expand_dims(halves[1], -1)
+        else:
+            return s, s

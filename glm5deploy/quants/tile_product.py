@@ -56,9 +56,9 @@ def _add_group(acc, codes, scales, x0, x1, I: tl.constexpr, COUNT: tl.constexpr,
         found = tl.dot(tile, x0, input_precision="ieee")
     if COUNT == 2:
         found = tl.dot(weight_tile(codes, I + 1, FMT, PTX), x1, found, input_precision="ieee")
-    acc += s[:, None] * found
+    acc += tl.expand_dims(s, -1) * found
     if MINIMUM:  # the sums of x are needed twice; the tensor cores would overwrite them
-        acc += (s + least)[:, None] * less
+        acc += tl.expand_dims(s + least, -1) * less
     return acc
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glm5deploy.quants import products, reference
+from glm5deploy.quants import counters, products, reference
 from glm5deploy.quants.formats import FORMATS
 from glm5deploy.quants.launch import Launch
 from glm5deploy.quants.planes import Planes, repack
@@ -200,19 +200,19 @@ def test_keys_tell_apart_what_is_compiled_apart(experts: tuple[Planes, Planes, P
 
 def test_counters_stay_within_a_stream() -> None:
     device = torch.device(DEVICE)
-    assert products._stream_tickets(1, device).shape == (products.TICKETS,)
-    assert not products._stream_tickets(1, device).any()
+    assert counters.stream_tickets(1, device).shape == (counters.TICKETS,)
+    assert not counters.stream_tickets(1, device).any()
     with pytest.raises(RuntimeError, match="no counters"):
-        products._stream_tickets(products.TICKETS + 1, device)
+        counters.stream_tickets(counters.TICKETS + 1, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs streams")
 def test_streams_have_counters_of_their_own() -> None:
     device = torch.device(DEVICE, torch.cuda.current_device())
-    mine = products._stream_tickets(1, device).data_ptr()
+    mine = counters.stream_tickets(1, device).data_ptr()
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert products._stream_tickets(1, device).data_ptr() != mine
+        assert counters.stream_tickets(1, device).data_ptr() != mine
 
 
 def test_wrong_shapes_are_refused(experts: tuple[Planes, Planes, Planes]) -> None:
