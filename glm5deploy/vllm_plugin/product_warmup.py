@@ -72,6 +72,8 @@ def _linear(
     tensors: list[torch.Tensor], spec: str, planes: list[Planes], max_tokens: int, dtype: torch.dtype
 ) -> Iterator[Launch]:
     def key(tokens: int) -> Hashable:
+        if len(planes) == 2:
+            return products.linear_pair_key(tokens, planes[0], planes[1], planes[0].low.device)
         return tuple(products.linear_key(tokens, part, part.low.device) for part in planes)
 
     def call(tokens: int) -> None:

@@ -55,22 +55,25 @@ def glm5_linear(x: torch.Tensor, planes: list[torch.Tensor], spec: str) -> torch
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     parts = assemble(spec, planes)
     out = x.new_empty((rows.shape[0], sum(part.rows for part in parts)))
-    start = 0
-    for part in parts:
-        _linear(rows, part, out[:, start : start + part.rows])
-        start += part.rows
+    _linear(rows, parts, out)
     return out.view(*x.shape[:-1], out.shape[1])
 
 
-def _linear(x: torch.Tensor, planes: Planes, out: torch.Tensor) -> None:
-    if x.is_cuda:
-        from glm5deploy.quants import products
-
-        products.linear(x, planes, out=out)
-    else:
+def _linear(x: torch.Tensor, parts: Sequence[Planes], out: torch.Tensor) -> None:
+    if not x.is_cuda:
         from glm5deploy.quants import reference
 
-        out.copy_(reference.linear(x, planes))
+        torch.cat([reference.linear(x, part) for part in parts], dim=1, out=out)
+        return
+    from glm5deploy.quants import products
+
+    if len(parts) == 2:  # of types that differ, or they would be one
+        products.linear_pair(x, parts[0], parts[1], out=out)
+        return
+    start = 0
+    for part in parts:
+        products.linear(x, part, out=out[:, start : start + part.rows])
+        start += part.rows
 
 
 def _linear_fake(x: torch.Tensor, planes: list[torch.Tensor], spec: str) -> torch.Tensor:

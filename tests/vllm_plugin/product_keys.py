@@ -77,8 +77,11 @@ def step(layer: Layer, tokens: int, dtype: torch.dtype) -> None:
 def use_products() -> None:
     """Operations on a CPU take the GPU's way."""
 
-    def linear(x: torch.Tensor, planes: Any, out: torch.Tensor) -> None:
-        products.linear(x, planes, out=out)
+    def linear(x: torch.Tensor, parts: Any, out: torch.Tensor) -> None:
+        if len(parts) == 2:
+            products.linear_pair(x, *parts, out=out)
+        else:
+            products.linear(x, *parts, out=out)
 
     def moe(x: torch.Tensor, gate: Any, up: Any, down: Any, ids: Any, weights: Any, out: torch.Tensor) -> None:
         products.moe(x, gate, up, down, ids, weights, out=out)
