@@ -46,6 +46,7 @@ def prepare(vllm_config: Any) -> None:
         _refuse_types(vllm_config)
     fusion(vllm_config)
     _warn_of_other_models(vllm_config.model_config.hf_config)
+    # Not at glm5_latent_input: it returns a tensor, which a graph behind the cut would look for where it was captured.
     for operation in ("vllm::glm5_select", "vllm::glm5_attention"):
         compat.split_graphs_at(operation)
     vllm_config.attention_config.backend = registration.attention_backend()
