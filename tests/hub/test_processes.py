@@ -47,11 +47,14 @@ def test_sigkill_at_random_points_costs_next_to_nothing(server: FaultyHub, sourc
     targets = sorted(chooser.randrange(MEGABYTE, size - MEGABYTE) for _ in range(5))
     kills = 0
     for target in targets:
+        server.most = target + 2 * MEGABYTE  # bytes flow when the signal comes, and end before the set does
         with child(server, tmp_path / "work") as process:
             while server.served["bytes"] < target and process.poll() is None:
                 time.sleep(0.005)
             process.kill()
             kills += process.wait() == -9
+        server.most = None
+        server.wait_idle()
     server.pace = 0
     with child(server, tmp_path / "work") as process:
         output, errors = process.communicate(timeout=60)

@@ -79,12 +79,14 @@ def nothing() -> Fault:
 
 
 class FaultyHub(LocalHub):
-    """``requests`` lists (kind, path, headers) of everything asked; ``pace`` limits every body in bytes a second."""
+    """``requests`` lists (kind, path, headers) of everything asked; ``pace`` limits every body in bytes a second; at
+    ``most`` served bytes in all every body is held, and given up once the limit is lifted."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(handler=FaultyHandler, **options)
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.pace = 0
+        self.most: int | None = None
         self.xet_route_host: str | None = None
         self.resolve_faults: list[Callable[[FaultyHandler], bool]] = []
         self.api_faults: list[Callable[[FaultyHandler], bool]] = []
@@ -102,6 +104,10 @@ class FaultyHub(LocalHub):
         while self._sending:
             assert time.monotonic() < limit, "a body is still being sent"
             time.sleep(0.01)
+
+    @property
+    def holds(self) -> bool:
+        return self.most is not None and self.served["bytes"] >= self.most and not self.closing.is_set()
 
     def inject(self, fault: Fault, *, times: int = 1, match: str | None = None) -> None:
         """``match``: a blob's sha256 that the fault waits for."""
@@ -195,6 +201,11 @@ class FaultyHandler(HubHandler):
         with blob.source.open("rb") as file:
             file.seek(start)
             while start + sent < end:
+                if self.hub.holds:
+                    while self.hub.holds:
+                        time.sleep(0.005)
+                    self.close_connection = True
+                    return
                 data = bytearray(file.read(min(end - start - sent, *self._stops(fault, sent))))
                 if fault.flip_at is not None and 0 <= fault.flip_at - start - sent < len(data):
                     data[fault.flip_at - start - sent] ^= 0x55
