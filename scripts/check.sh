@@ -16,17 +16,17 @@ step "format" $bin/ruff format --check .
 step "types" $bin/mypy
 step "import contracts" $bin/lint-imports
 # A server's start keeps one core busy, so the tests around vLLM run beside all others; their report comes last.
+tests="$bin/pytest -q --durations=10"
 report=$(mktemp)
-$bin/pytest -q tests/vllm_plugin -m "not ($unless)" >"$report" 2>&1 &
+$tests tests/vllm_plugin -m "not ($unless)" >"$report" 2>&1 &
 engines=$!
 trap 'kill -INT "$engines" 2>/dev/null || true; wait; rm -f "$report"' EXIT
 trap 'exit 130' INT TERM
 failed=0
 # Triton decides at its first import whether kernels run in its interpreter, so kernel tests have a process of their own.
-step "kernels" env TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
-  $bin/pytest -q tests/kernels tests/quants -m "not ($unless)" || failed=1
-step "everything else" $bin/pytest -q tests --ignore=tests/kernels --ignore=tests/quants --ignore=tests/vllm_plugin \
-  -m "not ($unless)" || failed=1
+step "kernels" env TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $tests tests/kernels tests/quants -m "not ($unless)" || failed=1
+apart=(--ignore=tests/kernels --ignore=tests/quants --ignore=tests/vllm_plugin)
+step "everything else" $tests tests "${apart[@]}" -m "not ($unless)" || failed=1
 wait "$engines" || failed=1
 step "engines" cat "$report"
 exit $failed
