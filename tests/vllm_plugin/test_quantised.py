@@ -22,6 +22,7 @@ import glm5deploy.vllm_plugin
 from glm5deploy.errors import DeployError, FileFormatError, UsageError
 from glm5deploy.quants.planes import empty_planes
 from glm5deploy.vllm_plugin import quantised_ops as ops
+from glm5deploy.vllm_plugin.latent_attention import why_not
 from glm5deploy.vllm_plugin.loader import draft_placements, main_placements
 from glm5deploy.vllm_plugin.model_files import ModelFiles
 from glm5deploy.vllm_plugin.quantised_linear import Glm5LinearMethod
@@ -176,6 +177,8 @@ def test_the_draft_model_keeps_its_weights_quantised_too(model_folder: Folder, a
     expected = twin.mtp_block.self_attn.o_proj(x)[0]
     torch.testing.assert_close(ours.mtp_block.self_attn.o_proj(x)[0], expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(ours.eh_proj.weight, twin.eh_proj.weight)
+    for layer in (ours, twin):
+        assert why_not(layer.mtp_block.self_attn.mla_attn) is None, "its operations are fused like all others"
 
 
 class Rank(nn.Module):
