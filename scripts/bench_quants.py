@@ -1,10 +1,11 @@
 """Times products with GGML planes against bf16 cuBLAS, vllm-gguf-plugin and the bytes they must read, on a GPU.
 
-    python scripts/bench_quants.py [--out results.json] [--sweep] [--jobs 14]
+    python scripts/bench_quants.py [--out results.json] [--sweep [decode]] [--jobs 14]
     python scripts/bench_quants.py --compile    fill Triton's cache and leave it at that; --compiled then starts at once
 
 Errors first, times after: a product that is not right is not timed. Each figure is the median of replays of a CUDA
 graph of several calls on different inputs and weights, so caches are cold. Shapes are GLM-5's on one of eight ranks.
+``--sweep`` also tries other launches than the table's; ``--sweep decode`` does that alone, for a decoded token.
 The plugin's columns say "absent" where it (or vLLM, which it needs) is not installed.
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import torch
 from quant_speed import cases, peers, sweep
+from quant_speed.decode_sweep import decode_sweep
 from quant_speed.report import LIMIT, RATE, Row, as_json, head, line
 
 from glm5deploy.kernels.measure import graph_time
@@ -89,7 +91,9 @@ def moe_rows(names: tuple[str, str, str], plugin: peers.Plugin | None, swept: bo
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
-    parser.add_argument("--sweep", action="store_true", help="also try other launch parameters")
+    parser.add_argument(
+        "--sweep", nargs="?", const="all", default="", choices=("all", "decode"), help="also try other launches"
+    )
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
     parser.add_argument("--compile", action="store_true", help="only compile")
     parser.add_argument("--compiled", action="store_true", help="everything is compiled already")
@@ -109,6 +113,8 @@ def main() -> int:
     if args.compile:
         return 0
     torch.manual_seed(0)
+    if args.sweep == "decode":
+        return decode_sweep(args.out)
     plugin = peers.plugin()
     types = cases.type_errors()
     print("worst error of a type:", {k: f"{v:.2e}" for k, v in types.items()})
@@ -127,6 +133,8 @@ def main() -> int:
         for shape in cases.LINEAR_SHAPES:
             for tokens in (1, 16, 64):
                 print("\n".join(sweep.sweep_linear("Q4_K", *shape, tokens)), flush=True)
+        if decode_sweep(args.out and args.out.with_suffix(".decode.json")):
+            print("a variant of a decoded token's products is wrong")
     worst = max(row.error for row in rows)
     print(f"worst error of {len(rows)} cases: {worst:.2e}; done in {time.monotonic() - began:.0f} s")
     print("missed:", "; ".join(f"{r.what} {r.tokens}: {', '.join(r.missed)}" for r in rows if r.missed) or "nothing")

@@ -22,6 +22,11 @@ def _launch(planes: Planes, beside: int = 1) -> launch.Launch:
     return launch.across_launch(planes.supers, _super_bytes(planes.format), shared, beside)
 
 
+def _check(planes: Planes, c: launch.Launch) -> None:
+    if planes.supers % c.across:
+        raise ValueError(f"{planes.supers} super-blocks along K cannot be taken {c.across} at a time")
+
+
 def linear_launch(weights: tuple[Planes, ...]) -> launch.Launch | None:
     """For one token times weights of equal inputs; None where a type has no scales and the other kernels take it."""
     if any(planes.format.dense for planes in weights):
@@ -33,6 +38,7 @@ def linear_launch(weights: tuple[Planes, ...]) -> launch.Launch | None:
 def linear(x: torch.Tensor, weights: tuple[Planes, ...], out: torch.Tensor, c: launch.Launch) -> None:
     """x [1, K] times one weight or two, side by side into out [1, rows of both]."""
     first, second = weights[0], weights[-1]
+    _check(first, c)
     others = sum(planes.rows for planes in weights[1:])
     formats = [kernel_format(planes.format) for planes in weights]
     grid = (sum(triton.cdiv(planes.rows, c.bn) for planes in weights),)
@@ -54,6 +60,7 @@ def gate_up(
     x: torch.Tensor, gate: Planes, up: Planes, ids: torch.Tensor, hidden: torch.Tensor, c: launch.Launch
 ) -> None:
     """hidden [TOPK, units] = silu(gate x) * up x of the experts ids [1, TOPK]; rows of ids < 0 stay as they are."""
+    _check(gate, c)
     gate_up_across_kernel[(triton.cdiv(gate.rows, c.bn), ids.shape[1])](
         x, *pointers(gate), *pointers(up), ids, hidden, gate.rows, gate.columns, gate.supers,
         FMT=kernel_format(gate.format), BN=c.bn, E=c.warps, STAGES=c.stages,
@@ -77,6 +84,7 @@ def down(
     c: launch.Launch,
 ) -> None:
     """out [1, rows] = sum over the experts ids [1, TOPK] of weights * (down hidden [TOPK, units])."""
+    _check(planes, c)
     down_across_kernel[(triton.cdiv(planes.rows, c.bn),)](
         hidden, *pointers(planes), ids, weights, out, planes.rows, planes.columns, planes.supers,
         FMT=kernel_format(planes.format), TOPK=ids.shape[1], BN=c.bn, E=c.warps, STAGES=c.stages,

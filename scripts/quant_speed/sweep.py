@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -13,7 +14,7 @@ from glm5deploy.kernels.measure import graph_time
 from glm5deploy.quants import launch, products
 from glm5deploy.quants.formats import FORMATS
 from glm5deploy.quants.launch import Launch
-from quant_speed import cases
+from quant_speed import cases, decode
 
 _FEW = (Launch(32, 8, warps=2), Launch(32, 8, warps=1), Launch(64, 8, warps=2))
 _SOME = (Launch(32, 16, warps=2), Launch(64, 16, warps=2), Launch(32, 16, warps=1))
@@ -84,16 +85,18 @@ def _compilations(sweep: bool) -> Iterator[Job]:
             )
 
 
-def compile_share(part: int, parts: int, sweep: bool) -> None:
-    for k, job in enumerate(_compilations(sweep)):
+def compile_share(part: int, parts: int, sweep: str) -> None:
+    """``sweep`` as on the command line; empty for none."""
+    whole = () if sweep == "decode" else _compilations(bool(sweep))
+    for k, job in enumerate(chain(whole, decode.compilations() if sweep else ())):
         if k % parts == part:
             job()
     torch.cuda.synchronize()
 
 
-def compile_all(script: str, jobs: int, sweep: bool) -> None:
+def compile_all(script: str, jobs: int, sweep: str) -> None:
     """Fill Triton's cache on disk from ``jobs`` processes of the script."""
-    command = [sys.executable, script, *(["--sweep"] if sweep else []), "--compile-share"]
+    command = [sys.executable, script, *(["--sweep", sweep] if sweep else []), "--compile-share"]
     helpers = [subprocess.Popen([*command, str(k), str(jobs)]) for k in range(jobs)]
     for helper in helpers:
         if helper.wait():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -94,6 +96,42 @@ def test_no_experts_here() -> None:
     ids = torch.full((1, 4), -1, dtype=torch.int32, device=DEVICE)
     share = torch.ones((1, 4), device=DEVICE)
     assert torch.all(products.moe(tokens(1, 256), gate, gate, down, ids, share, out=poisoned(20)) == 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs CUDA graphs")
+@pytest.mark.parametrize("spread", [True, False], ids=["across", "parts"])
+def test_launches_that_begin_early_see_what_was_written_before(spread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of products gives every bit of what late launches give, whatever its memory held before."""
+    monkeypatch.setattr(launch, "ACROSS", spread)
+    chain = [planes_of("Q8_0", 2048, 2048, seed=k) for k in range(4)]
+    chosen = [products._linear_launch(1, planes, chain[0].low.device) for planes in chain]
+    torch.cuda.synchronize()
+
+    def run(x: torch.Tensor, early: bool) -> torch.Tensor:
+        for k, (planes, c) in enumerate(zip(chain, chosen, strict=True)):
+            assert c is not None
+            x = products.linear(x, planes, config=replace(c, early=early))
+            if k % 2:  # between kernels of ours, and after kernels that know nothing of it
+                x = torch.nn.functional.rms_norm(x, x.shape[-1:])
+        return x
+
+    start = tokens(1, 2048)
+    run(start, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(start, True)
+    for seed in range(20):
+        start.copy_(tokens(1, 2048, seed))
+        graph.replay()
+        found = out.clone()
+        assert torch.equal(found, run(tokens(1, 2048, seed), False))
+
+
+def test_rows_that_entries_do_not_divide_are_refused() -> None:
+    planes = planes_of("Q8_0", 16, 768)
+    with pytest.raises(ValueError, match="2 at a time"):
+        products.linear(tokens(1, 768), planes, config=launch.Launch(16, 1, across=2, warps=2))
 
 
 @pytest.mark.parametrize("shared", [99, 227])

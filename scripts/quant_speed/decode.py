@@ -1,0 +1,155 @@
+"""A decoded token's products, each with the launch that the table takes and with those that may be quicker.
+
+A variant is checked against fp32 first; what is not right is not timed. Launches that begin early can show little here,
+where calls do not depend on each other: decode_chain.py times a layer's sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from glm5deploy.kernels.measure import graph_time
+from glm5deploy.quants import across, launch, products
+from glm5deploy.quants.launch import Launch
+from glm5deploy.quants.planes import Planes
+from quant_speed import cases
+from quant_speed.report import LIMIT, RATE
+
+# A layer's linear weights on one of eight ranks: what, types (one, or two in one launch), rows of each, columns
+LINEAR = (
+    ("q_a", ("Q5_K",), (2048,), 6144),
+    ("kv_a", ("Q8_0",), (576,), 6144),
+    ("q_a + kv_a", ("Q5_K", "Q8_0"), (2048, 576), 6144),
+    ("q_b", ("Q8_0",), (2048,), 2048),
+    ("o", ("Q5_K",), (6144,), 2048),
+    ("shared gate", ("Q5_K",), (256,), 6144),
+    ("shared gate + up", ("Q5_K", "Q5_K"), (256, 256), 6144),
+    ("shared down", ("Q6_K",), (6144,), 256),
+    ("wq_b", ("Q8_0",), (4096,), 2048),
+    ("head", ("Q6_K",), (19360,), 6144),
+)
+TOKENS = (1, 2, 4)
+Weights = tuple[Planes, ...]
+
+
+@dataclass
+class Timed:
+    """One variant: microseconds (None: wrong, and not timed), and its error against fp32."""
+
+    what: str
+    tokens: int
+    variant: str
+    floor: float
+    error: float
+    us: float | None = None
+
+
+def _gpu() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def _entries(planes: Planes, found: Launch, count: int) -> Launch:
+    """``found`` with ``count`` super-blocks at a time and as many copies under way."""
+    buffers = max(1, min(planes.supers // count, (found.stages - 1) * found.across // count))
+    return replace(found, across=count, warps=count, stages=buffers + 1)
+
+
+def linear_variants(weights: Weights, rows: tuple[int, ...], tokens: int) -> dict[str, Launch | None]:
+    """For weights of ``rows`` rows; None is the table's choice, two launches for two weights."""
+    found: dict[str, Launch | None] = {"table": None}
+    if len(weights) == 1:
+        table = launch.linear_launch(tokens, rows[0], weights[0].supers, _gpu())
+        found = {"table": table, "table early": replace(table, early=True)}
+    spread = across.linear_launch(weights) if tokens == 1 else None
+    if spread is not None:
+        found |= {"across": spread, "across early": replace(spread, early=True)}
+        if spread.across == 8:
+            found["across 4 warps"] = _entries(weights[0], spread, 4)
+        if spread.stages > 2:
+            found["across, one copy ahead"] = replace(spread, stages=2)
+    return found
+
+
+def moe_variants(gate: Planes, up: Planes, down: Planes) -> dict[str, tuple[Launch, Launch]]:
+    """For one token: both launches of the table, of across_kernel.py, and one of each."""
+    a = launch.gate_up_launch(cases.TOPK, cases.EXPERTS, cases.UNITS, gate.supers, _gpu())
+    b = launch.down_launch(cases.TOPK, cases.EXPERTS, cases.HIDDEN, _gpu())
+    found = {"table": (a, b)}
+    c, d = across.gate_up_launch(gate, up), across.down_launch(down, cases.TOPK)
+    if c and d:
+        found |= {"across": (c, d), "across gate up": (c, b), "across down": (a, d)}
+        found["across, one copy ahead"] = replace(c, stages=2), d
+    return found | {f"{k} early": (replace(x, early=True), replace(y, early=True)) for k, (x, y) in found.items()}
+
+
+def call_linear(x: torch.Tensor, weights: Weights, c: Launch | None) -> torch.Tensor:
+    if len(weights) == 1:
+        return products.linear(x, weights[0], config=c)
+    return products.linear_pair(x, *weights, config=c)
+
+
+def compilations() -> Iterator[Callable[[], object]]:
+    """Every variant once, with few rows: a variant does not depend on how many there are."""
+    for _, types, rows, columns in LINEAR:
+        small = tuple(cases.weights(name, 64, columns).planes for name in types)
+        for m in TOKENS:
+            x = cases.activations(m, columns)
+            for c in linear_variants(small, rows, m).values():
+                yield lambda x=x, w=small, c=c: call_linear(x, w, c)
+    for names in cases.MOE_TYPES:
+        few = [w.planes for w in cases.expert_weights(names, cases.TOPK)]
+        ids = torch.arange(cases.TOPK, dtype=torch.int32, device="cuda")[None]
+        x = cases.activations(1, cases.HIDDEN)
+        for c in moe_variants(*few).values():
+            yield lambda x=x, w=few, i=ids, c=c: products.moe(x, *w, i, i.float(), configs=c)
+
+
+def _timed(row: Timed, calls: list[Callable[[], torch.Tensor]], expected: torch.Tensor) -> Timed:
+    row.error = cases.error(calls[0](), expected)
+    if row.error <= LIMIT:
+        row.us = graph_time(calls, 10, len(calls))
+    return row
+
+
+def linear_times() -> Iterator[Timed]:
+    for what, types, rows, columns in LINEAR:
+        nbytes = sum(r * columns * cases.format_of(t).plane_bytes // 256 for t, r in zip(types, rows, strict=True))
+        count = max(2, min(48, round(2e8 / nbytes)))
+        sets = [
+            tuple(cases.weights(t, r, columns).planes for t, r in zip(types, rows, strict=True)) for _ in range(count)
+        ]
+        exact = torch.cat([cases.reference.dequantize_planes(p)[0] for p in sets[0]]).T
+        torch.cuda.synchronize()  # planes are there before a launch begins early
+        for m in TOKENS:
+            xs = [cases.activations(m, columns) for _ in sets]
+            for label, c in linear_variants(sets[0], rows, m).items():
+                calls = [lambda x=x, w=w, c=c: call_linear(x, w, c) for x, w in zip(xs, sets, strict=True)]
+                row = Timed(f"{what} {'+'.join(types)}", m, label, nbytes / RATE * 1e6, 0.0)
+                yield _timed(row, calls, xs[0].float() @ exact)
+
+
+def moe_times() -> Iterator[Timed]:
+    for names in cases.MOE_TYPES:
+        weights = cases.expert_weights(names)
+        planes = [w.planes for w in weights]
+        calls = cases.routed(1, 16)
+        torch.cuda.synchronize()
+        expected = cases.moe_reference(calls[0], tuple(w.dense() for w in weights))  # type: ignore[arg-type]
+        floor = cases.TOPK * sum(p.nbytes for p in planes) / cases.EXPERTS / RATE * 1e6
+        for label, c in moe_variants(*planes).items():
+            runs = [lambda r=r, w=planes, c=c: products.moe(r.x, *w, r.ids, r.share, configs=c) for r in calls]
+            yield _timed(Timed(f"MoE {'/'.join(names)}", 1, label, floor, 0.0), runs, expected)
+
+
+def table(rows: list[Timed]) -> str:
+    """One line a product and count of tokens: the table's time, and the others', the quickest first."""
+    lines = []
+    for what, tokens in dict.fromkeys((r.what, r.tokens) for r in rows):
+        mine = [r for r in rows if (r.what, r.tokens) == (what, tokens)]
+        times = ", ".join(f"{r.variant} {r.us:.2f}" for r in sorted((r for r in mine if r.us), key=lambda r: r.us or 0))
+        wrong = "".join(f"; WRONG {r.variant} {r.error:.1e}" for r in mine if r.us is None)
+        lines.append(f"{what} {tokens}: floor {mine[0].floor:.1f} | {times}{wrong}")
+    return "\n".join(lines)

@@ -1,0 +1,105 @@
+"""A decoded token's way through several layers' products, each waiting for the one before, in one CUDA graph.
+
+Here launches that begin early show what they save: the time between two kernels, and weights read while it passes.
+Attention, norms and routing are left out; experts are chosen beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from glm5deploy.kernels.measure import graph_time
+from glm5deploy.quants import across, products
+from glm5deploy.quants.launch import Launch
+from glm5deploy.quants.planes import Planes
+from quant_speed import cases, decode
+
+LAYERS = 8
+MODES = ("table", "table early", "across", "across early")
+_TYPES = {"q_a": "Q5_K", "kv_a": "Q8_0", "q_b": "Q8_0", "o": "Q5_K", "gate": "Q5_K", "up": "Q5_K", "down": "Q6_K"}
+_SHAPES = {
+    "q_a": (2048, 6144), "kv_a": (576, 6144), "q_b": (2048, 2048), "o": (6144, 2048),
+    "gate": (256, 6144), "up": (256, 6144), "down": (6144, 256),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's linear weights, and the experts that the token goes to."""
+
+    weights: dict[str, Planes]
+    ids: torch.Tensor
+    share: torch.Tensor
+
+
+def layers() -> list[Layer]:
+    found = []
+    for _ in range(LAYERS):
+        weights = {k: cases.weights(_TYPES[k], *shape).planes for k, shape in _SHAPES.items()}
+        call = cases.routed(1, 1)[0]
+        found.append(Layer(weights, call.ids, call.share / call.share.sum()))
+    return found
+
+
+def _one(x: torch.Tensor, planes: Planes, mode: str) -> torch.Tensor:
+    choices = decode.linear_variants((planes,), (planes.rows,), 1)
+    return products.linear(x, planes, config=choices[mode])
+
+
+def _pair(x: torch.Tensor, first: Planes, second: Planes, mode: str) -> torch.Tensor:
+    """In one launch where the mode has that."""
+    if mode.startswith("table"):
+        return torch.cat((_one(x, first, mode), _one(x, second, mode)), 1)
+    c = across.linear_launch((first, second))
+    assert c is not None
+    return products.linear_pair(x, first, second, config=replace(c, early=mode.endswith("early")))
+
+
+def _level(x: torch.Tensor) -> torch.Tensor:
+    """Numbers of size one again, as a norm would make them."""
+    return torch.nn.functional.rms_norm(x, x.shape[-1:])
+
+
+def run(x: torch.Tensor, stack: list[Layer], experts: tuple[Planes, ...], mode: str) -> torch.Tensor:
+    """[1, HIDDEN] to the same, through every layer."""
+    chosen: dict[str, tuple[Launch, Launch]] = decode.moe_variants(*experts)
+    for layer in stack:
+        w = layer.weights
+        both = _pair(_level(x), w["q_a"], w["kv_a"], mode)
+        x = _level(_one(_one(_level(both[:, :2048]), w["q_b"], mode), w["o"], mode))
+        hidden = _level(_pair(x, w["gate"], w["up"], mode)[:, 256:])
+        beside = _one(hidden, w["down"], mode)
+        x = beside + products.moe(x, *experts, layer.ids, layer.share, configs=chosen[mode])
+    return x
+
+
+def times(names: tuple[str, str, str]) -> Iterator[tuple[str, float, bool]]:
+    """Mode, microseconds a layer, and whether graph and early launches give what single launches gave, every bit."""
+    stack, experts = layers(), tuple(w.planes for w in cases.expert_weights(names))
+    x, other = cases.activations(1, cases.HIDDEN), cases.activations(1, cases.HIDDEN)
+    torch.cuda.synchronize()
+    for mode in MODES:
+        plain = mode.removesuffix(" early")
+        same = all(_same(run(start, stack, experts, plain), start, stack, experts, mode) for start in (x, other))
+        yield mode, graph_time([partial(run, x, stack, experts, mode)], 10, 2) / LAYERS, same
+
+
+def _same(expected: torch.Tensor, x: torch.Tensor, stack: list[Layer], experts: tuple[Planes, ...], mode: str) -> bool:
+    """Replays of a graph, with other numbers in memory before each, against ``expected``."""
+    start = torch.zeros_like(x)
+    run(start, stack, experts, mode)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(start, stack, experts, mode)
+    equal = True
+    for _ in range(5):
+        start.normal_()
+        graph.replay()
+        start.copy_(x)
+        graph.replay()
+        equal &= torch.equal(out, expected)
+    return equal
