@@ -37,7 +37,7 @@ def topk_variant(rows: int, max_length: int, k: int, stride: int, of: Gpu) -> tu
     config = topk_config(k)
     width = _width(stride, max_length, has_starts=False)
     if steps := config.step(width):
-        return "steps", steps.warps, steps.groups, 0
+        return "steps", steps.warps, steps.groups, steps.ctas
     if warps := config.block(width):
         return "block", warps, 0, 0
     parts, _ = config.parts(rows, width, of.multiprocessors)
@@ -100,7 +100,9 @@ def select_topk(
             WARPS=steps.warps,
             GROUPS=steps.groups,
             LOG_BINS=steps.log_bins,
+            CTAS=steps.ctas,
             num_warps=steps.warps,
+            num_ctas=steps.ctas,
             maxnreg=steps.registers,
         )
         return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+import torch
 import triton
 
 from glm5deploy.kernels.layout import require
@@ -29,6 +30,7 @@ class Steps:
     groups: int  # of 128 columns that a warp holds
     registers: int | None  # a thread may use, None for any number
     log_bins: int = 7
+    ctas: int = 1  # programs of a cluster that share a row
 
     def __post_init__(self) -> None:
         require(self.groups % 4 == 0, f"groups must be a multiple of 4, got {self.groups}")
@@ -36,7 +38,7 @@ class Steps:
     @property
     def columns(self) -> int:
         """Longest row, with what comes in front of it within 16 bytes."""
-        return 128 * self.warps * self.groups
+        return 128 * self.ctas * self.warps * self.groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,15 @@ VARIANTS: dict[str, TopkConfig] = {
     "steps": TopkConfig(steps=(*_SHORT, Steps(16, 8, None, 8), Steps(16, 16, 128, 8))),
     "steps, 256 bins": TopkConfig(steps=(Steps(16, 4, 64, 8),)),
     "steps, few warps": TopkConfig(steps=(Steps(8, 8, None, 8),)),
+    "steps, clusters": TopkConfig(
+        steps=(
+            *_SHORT,
+            Steps(16, 4, 64, 8, ctas=2),
+            Steps(16, 4, 64, 8, ctas=4),
+            Steps(16, 8, None, 8, ctas=4),
+            Steps(16, 8, None, 8, ctas=8),
+        )
+    ),
     "steps, many warps": TopkConfig(steps=(*_SHORT, Steps(32, 8, 64, 8))),
 }
 _CONFIGS = {True: VARIANTS["keys"], False: TopkConfig(stream_warps=16, merge_warps=(16, 16))}
@@ -108,8 +119,14 @@ def topk_config(k: int) -> TopkConfig:
 
 
 def runnable(config: TopkConfig) -> TopkConfig:
-    """The same without `topk_steps` where Triton cannot compile it: before 3.8, and in the interpreter."""
-    return config if not config.steps or steps_ready() else replace(config, steps=())
+    """The same without the steps that cannot run: with Triton before 3.8, in the interpreter; clusters before SM90."""
+    most = 0 if not config.steps or not steps_ready() else 8 if _has_clusters() else 1
+    return replace(config, steps=tuple(steps for steps in config.steps if steps.ctas <= most))
+
+
+@functools.cache
+def _has_clusters() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
 @functools.cache

@@ -53,6 +53,7 @@ class Job:
     aligned: tuple[str, ...] = field(default=())
     spill_limit: int = SPILL_LIMIT
     registers: int | None = None
+    ctas: int = 1
 
 
 def sparse_jobs(arch: int, family: str) -> Iterator[Job]:
@@ -164,14 +165,24 @@ def selection_jobs(arch: int) -> Iterator[Job]:
     warps = config.block_warps[-1]
     for registers in {variant.block_registers: None for variant in topk.VARIANTS.values()}:
         chosen = constants | {"WARPS": warps}
-        yield Job("topk_block.topk_block_kernel", arch, warps, 3, types, chosen, ("logits",), registers=registers)
+        yield Job(
+            "topk_block.topk_block_kernel",
+            arch,
+            warps,
+            3,
+            types,
+            chosen,
+            ("logits",),
+            registers=registers,
+        )
     # Where they are measured all of them, elsewhere one.
     for steps in {steps: None for variant in topk.VARIANTS.values() for steps in variant.steps if arch == 90} or (
         topk.VARIANTS["steps"].steps[1],
     ):
         chosen = {"HAS_STARTS": False, "WARPS": steps.warps, "GROUPS": steps.groups, "LOG_BINS": steps.log_bins}
+        chosen |= {"CTAS": steps.ctas}
         kernel, registers = "topk_steps.topk_steps_kernel", steps.registers
-        yield Job(kernel, arch, steps.warps, 3, types, chosen, ("logits",), registers=registers)
+        yield Job(kernel, arch, steps.warps, 3, types, chosen, ("logits",), registers=registers, ctas=steps.ctas)
     early = arch >= topk.FIRST_EARLY_ARCH
     aligned = ("logits", "lists")
     chosen = constants | {"WARPS": config.part_warps, "SAMPLE": config.samples[-1], "EARLY": early}
@@ -257,7 +268,7 @@ def compile_one(job: Job) -> dict[str, Any]:
         {(names.index(n),): value for n, value in job.constants.items()},
         {(names.index(n),): [["tt.divisibility", 16]] for n in job.aligned},
     )
-    options = {"num_warps": job.warps, "num_stages": job.stages, "maxnreg": job.registers}
+    options = {"num_warps": job.warps, "num_stages": job.stages, "maxnreg": job.registers, "num_ctas": job.ctas}
     compiled = triton.compile(source, target=GPUTarget("cuda", job.arch, 32), options=options)
     facts = {
         "kernel": name,

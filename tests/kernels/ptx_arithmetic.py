@@ -18,6 +18,7 @@ COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "gt": np.greater,
     "ge": np.greater_equal,
 }
+LOGICAL = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -35,9 +36,7 @@ def compute(o: list[str], operands: list[str], value: Callable[[str, str], Array
     kind = o[-1]
     if kind == "pred":
         a, *b = (value(x, "u64").astype(bool) for x in operands)
-        return (
-            ~a if o[0] == "not" else {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[o[0]](a, b[0])
-        )
+        return a if o[0] == "mov" else ~a if o[0] == "not" else LOGICAL[o[0]](a, b[0])
     if o[0] == "selp":
         return np.where(value(operands[2], "u64").astype(bool), *(value(x, kind) for x in operands[:2]))
     if o[0] == "cvt":

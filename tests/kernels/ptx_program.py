@@ -1,8 +1,8 @@
-"""Runs one program of a compiled kernel from its PTX, all threads in lockstep, and finds what a GPU would not forgive.
+"""Runs a program of a compiled kernel, or a cluster of them, from its PTX, and finds what a GPU would not forgive.
 
 Raised as AssertionError: memory outside the given tensors, shared memory that two warps touch between two barriers
-when one of them writes, and exchanges within a warp that some lane does not take part in. Only the instructions that
-the selection kernels use are known.
+when one of them writes, and barriers or exchanges that some thread never comes to. Only the instructions that the
+selection kernels use are known.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import re
 import numpy as np
 
 from tests.kernels.ptx_arithmetic import TYPES, Array, compute
-
-SHARED = 1 << 24  # where shared memory begins for this program
+from tests.kernels.ptx_memory import CLUSTER, GIVEN, SHARED, Memory
 
 
 class Program:
-    """A kernel's text, ready to run with `threads` threads."""
+    """A kernel's text, ready to run with `threads` threads in each of `ctas` programs of a cluster."""
 
-    def __init__(self, text: str, threads: int) -> None:
+    def __init__(self, text: str, threads: int, ctas: int = 1) -> None:
         body = text[text.index("\n{") :]
         body = re.sub(r"//.*", "", body)
         self.labels: dict[str, int] = {}
@@ -32,7 +31,7 @@ class Program:
                 guard, operation, rest = re.match(r"(?:@(!?%?\w+)\s+)?(\S+)\s*(.*)", line).groups()  # type: ignore[union-attr]
                 operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
                 self.code.append((guard or "", operation, operands))
-        self.threads = threads
+        self.threads, self.ctas = threads * ctas, ctas
         self.executed = 0  # warp instructions
 
     def run(self, program_id: int, parameters: list[int | Array]) -> None:
@@ -40,20 +39,26 @@ class Program:
         self.regs: dict[str, Array] = {}
         self.lane = np.arange(self.threads) % 32
         self.warp = np.arange(self.threads) // 32
-        self.special = {"%tid.x": np.arange(self.threads), "%ctaid.x": np.full(self.threads, program_id)}
-        self.memory = [p for p in parameters if isinstance(p, np.ndarray)]
-        addresses = iter(range(1 << 32, 1 << 40, 1 << 32))
+        rank = np.arange(self.threads) // (self.threads // self.ctas)
+        self.special = {
+            "%tid.x": np.arange(self.threads) % (self.threads // self.ctas),
+            "%ctaid.x": program_id * self.ctas + rank,
+            "%clusterid.x": np.full(self.threads, program_id),
+            "%cluster_ctarank": rank,
+        }
+        given = [p for p in parameters if isinstance(p, np.ndarray)]
+        addresses = iter(range(GIVEN, GIVEN * (len(given) + 1), GIVEN))
         self.parameters = [next(addresses) if isinstance(p, np.ndarray) else p for p in parameters]
-        self.shared = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, dtype=np.uint32)
-        self.touched: dict[str, Array] = {k: np.full(1 << 16, -1) for k in ("write", "read", "atomic")}
+        self.memory = Memory(given, self.special["%cluster_ctarank"], self.warp)
         pc = np.zeros(self.threads, np.int64)
         waiting = np.zeros(self.threads, bool)
         while len(self.code) > (here := int(np.where(waiting, len(self.code), pc).min())) or waiting.any():
             assert here < len(self.code), "threads wait for others that never come"
             mask = pc == here
             guard, operation, operands = self.code[here]
-            if operation.startswith(("bar", "shfl", "redux", "ldmatrix")):
-                together = self.threads if operation.startswith("bar") else 32
+            if operation.startswith(("bar", "shfl", "redux", "ldmatrix", "stmatrix")) and ".arrive" not in operation:
+                program = self.threads // (1 if "cluster" in operation else self.ctas)
+                together = program if operation.startswith("bar") else 32
                 complete = np.repeat(mask.reshape(-1, together).all(1), together)
                 waiting[mask] = ~complete[mask]
                 if not complete.any():
@@ -98,46 +103,41 @@ class Program:
         base, _, offset = operand.strip("[] ").partition("+")
         return self.value(base.strip(), "u64") + np.uint64(int(offset or 0))
 
-    def words(self, address: Array, active: Array) -> tuple[Array, Array]:
-        """The array and the index in it of each active thread's address."""
-        at = address[active].astype(np.int64)
-        assert (at % 4 == 0).all()
-        if at[0] < 1 << 32:
-            index = (at - SHARED) // 4
-            assert ((index >= 0) & (index < len(self.shared))).all()
-            return self.shared, index
-        which = at >> 32
-        assert (which == which[0]).all()
-        array = self.memory[which[0] - 1].reshape(-1).view(np.uint32)
-        index = (at & 0xFFFFFFFF) // 4
-        assert (index < len(array)).all(), f"outside of parameter {which[0]}"
-        return array, index
-
-    def touch(self, kind: str, index: Array, active: Array) -> None:
-        warps = self.warp[active]
-        for other in ("write", "read", "atomic"):
-            if "write" in (kind, other) or (kind != other):
-                seen = self.touched[other][index]
-                assert ((seen == -1) | (seen == warps)).all(), f"{kind} and {other} without a barrier between"
-        before = self.touched[kind][index]
-        self.touched[kind][index] = np.where((before == -1) | (before == warps), warps, -2)
-
     def move(self, store: bool, size: int, operands: list[str], active: Array) -> None:
+        """ld and st of one or more registers of `size` bytes."""
         registers, place = (operands[1], operands[0]) if store else (operands[0], operands[1])
         address = self.address(place)
         for register in re.findall(r"[^{},\s]+", registers):
-            old = self.value(register, "u64") if store else np.zeros(self.threads, np.uint64)
+            value = self.value(register, "u64") if store else np.zeros(self.threads, np.uint64)
             for shift in range(0, 8 * size, 32):
-                array, index = self.words(address, active)
-                if array is self.shared:
-                    self.touch("write" if store else "read", index, active)
+                array, index = self.memory.find(address, active, "write" if store else "read")
                 if store:
-                    array[index] = (old[active] >> np.uint64(shift)) & np.uint64(0xFFFFFFFF)
+                    array[index] = (value[active] >> np.uint64(shift)) & np.uint64(0xFFFFFFFF)
                 else:
-                    old[active] |= array[index].astype(np.uint64) << np.uint64(shift)
+                    value[active] |= array[index].astype(np.uint64) << np.uint64(shift)
                 address = address + np.uint64(4)
             if not store:
-                self.put(register, old, active)
+                self.put(register, value, active)
+
+    def move_own(self, store: bool, size: int, operands: list[str], active: Array) -> None:
+        """The same in a thread's own memory."""
+        first = int(operands[not store].strip("[] ").partition("+")[2] or 0)
+        if store:
+            value = self.value(operands[1], "u64")
+            for byte in range(size):
+                self.own[active, first + byte] = (value[active] >> np.uint64(8 * byte)) & np.uint64(255)
+            return
+        parts = [self.own[:, first + byte].astype(np.uint64) << np.uint64(8 * byte) for byte in range(size)]
+        self.put(operands[0], np.bitwise_or.reduce(parts), active)
+
+    def move_matrix(self, store: bool, operands: list[str], active: Array) -> None:
+        """ldmatrix and stmatrix of one 8 x 8 matrix of 16 bits: lane i gives row i's address, row i / 4 is its own."""
+        rows = self.address(operands[not store])
+        address = rows[self.warp * 32 + self.lane // 4] + (4 * (self.lane % 4)).astype(np.uint64)
+        place = "[" + "%matrix" + "]"
+        self.regs["%matrix"] = address
+        register = operands[store].strip("{} ")
+        self.move(store, 4, [place, register] if store else [register, place], active)
 
     def exchange(self, o: list[str], operands: list[str], active: Array) -> Array:
         """shfl and redux over whole warps."""
@@ -154,39 +154,38 @@ class Program:
     def step(self, o: list[str], operands: list[str], active: Array) -> None:
         kind = o[-1]
         match o[0]:
-            case "bar":
-                for array in self.touched.values():
-                    array[:] = -1
-                return
+            case "bar" | "barrier":
+                if "arrive" not in o:
+                    self.memory.meet(active, "cluster" in o)
+            case "mapa":
+                to = (self.value(operands[2], "u32") << np.uint32(20)) + np.uint32(CLUSTER - SHARED)
+                self.put(operands[0], self.value(operands[1], "u32") + to, active)
             case "ld" if o[1] == "param":
                 number = self.parameters[int(operands[1].strip("[]").rpartition("_")[2])]
                 self.put(operands[0], np.full(self.threads, number & (1 << 64) - 1, np.uint64), active)
-                return
+            case "cvta":
+                pass
+            case "mov" if "local_depot" in operands[1]:
+                self.own = np.zeros((self.threads, 64), np.uint8)
             case "ld" | "st":
-                self.move(o[0] == "st", TYPES[kind]().itemsize, operands, active)
-                return
+                move = self.move_own if "%SP" in "".join(operands) else self.move
+                move(o[0] == "st", TYPES[kind]().itemsize, operands, active)
+            case "ldmatrix" | "stmatrix":
+                self.move_matrix(o[0] == "stmatrix", operands, active)
             case "mov" if "{" in "".join(operands):
                 self.pack(operands, active)
-                return
-            case "atom":
-                array, index = self.words(self.address(operands[1]), active)
-                self.touch("atomic", index, active)
-                np.add.at(array, index, self.value(operands[2], "u32")[active])
-                return
-            case "ldmatrix":  # one 8 x 8 matrix of 16 bits: a lane gets four bytes of row lane / 4
-                array, index = self.words(self.address(operands[1]), active)
-                first = np.zeros(self.threads, np.int64)
-                first[active] = index
-                index = first[self.warp * 32 + self.lane // 4] + self.lane % 4
-                self.touch("read", index[active], active)
-                self.put(operands[0].strip("{} "), array[index], active)
-                return
+            case "red" | "atom":
+                place, by = operands[-2:]
+                array, index = self.memory.find(self.address(place), active, "atomic")
+                # An `inc` up to the largest number of all adds one.
+                np.add.at(array, index, np.uint32(1) if "inc" in o else self.value(by, "u32")[active])
             case "shfl" | "redux":
-                self.put(operands[0].split("|")[0], self.exchange(o, operands, active), active)
-                return
+                value, _, inside = operands[0].partition("|")
+                self.put(value, self.exchange(o, operands, active), active)
+                if inside:
+                    self.put(inside, self.lane >= self.value(operands[2], "s32"), active)
             case _:
-                pass
-        self.put(operands[0], compute(o, operands[1:], self.value), active)
+                self.put(operands[0], compute(o, operands[1:], self.value), active)
 
     def pack(self, operands: list[str], active: Array) -> None:
         """A 64-bit register from two of 32, or into them."""
