@@ -11,7 +11,8 @@ ended. What makes that safe, for whatever runs before and after:
 - It returns a zero that only the GPU knows. Pointers to activations, ids, counters and parts are used with that zero
   added, so no compiler can move such a read ahead of it. Writes follow reads that depend on it.
 - Kernels that know nothing of this, before: they let the next launch begin as they end. After: a launch without the
-  option waits for the whole launch ahead. Other streams: an event waits for whole launches; in a captured graph, edges
+  option waits for the whole launch ahead, and another project's early kernel waits in itself, as it must behind any
+  kernel. Other streams: an event waits for whole launches; in a captured graph, edges
   from a kernel to an early launch are those that ``wait_for_previous`` waits for.
 - Waiting programs hold their place on a multiprocessor. All programs of the launch ahead have theirs by then, so it
   ends whatever these hold.

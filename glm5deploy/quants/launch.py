@@ -94,6 +94,6 @@ def across_launch(supers: int, super_bytes: int, shared: int, beside: int = 1) -
     each = next(c for c in (8, 4, 2, 1) if supers % c == 0 and c * beside <= 16)
     rounds, entries = supers // each, each * beside
     round_bytes = entries * (ACROSS_ROWS * super_bytes + 512)  # 512: the super-block's part of x
-    left = (shared << 10) - 768 * entries  # what summing up takes besides
+    left = (shared << 10) - 1024 * entries - 512  # a number for every output and group, moved between threads
     buffers = max(1, min(rounds, left // round_bytes))
     return Launch(ACROSS_ROWS, 1, warps=each * beside, stages=buffers + 1, across=each)

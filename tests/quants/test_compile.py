@@ -42,7 +42,9 @@ def test_fits_the_gpu(capability: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("capability", "case"), [(86, "gate_up:Q4_K,Q4_K:across"), (90, "across:Q5_K,Q8_0:1")], ids=str
+    ("capability", "case"),
+    [(86, "across:Q6_K:1"), (86, "gate_up:Q4_K,Q4_K:across"), (90, "across:Q5_K,Q8_0:1")],
+    ids=str,
 )
 def test_one_token_fits_the_gpu(capability: int, case: str) -> None:
     """With the least shared memory there is, and with launches that begin early."""
