@@ -36,6 +36,8 @@ from glm5deploy.kernels.tuning import (
 # Of the smallest or the usual GPU of an architecture: few multiprocessors mean few splits.
 MULTIPROCESSORS = {80: 108, 86: 46, 89: 58, 90: 132, 100: 148, 120: 70, 121: 48}
 TOPK = 2048
+# The selection by steps of 64 columns a thread keeps ranks of ties in memory, and a few of all columns.
+STEPS_SPILL_LIMIT = 320
 MOST_TOKENS = 16_384
 BF16, F32, I32, I64, U8, E4M3 = "*bf16", "*fp32", "*i32", "*i64", "*u8", "*fp8e4nv"
 
@@ -182,7 +184,7 @@ def selection_jobs(arch: int) -> Iterator[Job]:
         chosen = {"HAS_STARTS": False, "WARPS": steps.warps, "GROUPS": steps.groups, "LOG_BINS": steps.log_bins}
         chosen |= {"CTAS": steps.ctas}
         kernel, registers = "topk_steps.topk_steps_kernel", steps.registers
-        yield Job(kernel, arch, steps.warps, 3, types, chosen, ("logits",), registers=registers, ctas=steps.ctas)
+        yield Job(kernel, arch, steps.warps, 3, types, chosen, ("logits",), STEPS_SPILL_LIMIT, registers, steps.ctas)
     early = arch >= topk.FIRST_EARLY_ARCH
     aligned = ("logits", "lists")
     chosen = constants | {"WARPS": config.part_warps, "SAMPLE": config.samples[-1], "EARLY": early}
