@@ -62,8 +62,8 @@ def choice(config: TopkConfig, rows: int, width: int) -> Choose:
 
 def compile_share(part: int, parts: int) -> None:
     """Launch every parts-th variant, on rows without columns."""
-    jobs = [(config, *shape) for shape in SHAPES for config in variants(*shape).values()]
-    for config, rows, width in jobs[part::parts]:
+    jobs = {launched(config, *shape): (config, *shape) for shape in SHAPES for config in variants(*shape).values()}
+    for config, rows, width in list(jobs.values())[part::parts]:
         scores = torch.zeros((1, width), device="cuda").expand(rows, -1)
         out = torch.empty((rows, K), dtype=torch.int32, device="cuda")
         choice(config, rows, width)(scores, torch.zeros(rows, dtype=torch.int32, device="cuda"), out, width)

@@ -38,7 +38,7 @@ def test_awkward_rows(copies: int, width: int, variant: str, k: int) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 64, 128, 2048])
-@pytest.mark.parametrize("width", [4093, 8192, 16_001, 32_768])
+@pytest.mark.parametrize("width", [4093, 8192, 16_001, 32_768, 131_072])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant(name: str, width: int, k: int) -> None:
     if any(variant.steps for variant in VARIANTS.values()):
