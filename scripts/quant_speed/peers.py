@@ -22,6 +22,8 @@ class Plugin:
         from vllm_gguf_plugin import ops
         from vllm_gguf_plugin.quantization import fused_moe
 
+        if not getattr(ops, "_CUDA_ENABLED", False):
+            raise ImportError("its CUDA extension is not loaded, and its Triton kernels are no measure")
         ops.moe_sum = vllm_ops.moe_sum  # the plugin's own call has the arguments of an older vLLM
         self._ops: Any = ops
         self._moe: Any = fused_moe._fused_moe_gguf
@@ -41,7 +43,12 @@ class Plugin:
 
 
 def plugin() -> Plugin | None:
-    """None where it or vLLM is not installed."""
+    """None, with the reason said, where it or vLLM is not installed or does not load."""
     if importlib.util.find_spec("vllm_gguf_plugin") is None or importlib.util.find_spec("vllm") is None:
+        print("vllm-gguf-plugin or vLLM is not installed")
         return None
-    return Plugin()
+    try:
+        return Plugin()
+    except (ImportError, AttributeError, OSError) as problem:
+        print(f"vllm-gguf-plugin is left out: {problem}")
+        return None
