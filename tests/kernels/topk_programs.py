@@ -1,6 +1,6 @@
 """Runs the selection kernels as they are compiled for a GPU, without one, and compares with the reference.
 
-`python -m tests.kernels.topk_programs` prints one JSON object a line: kernel, configuration, case, rows that differ. It
+`python -m tests.kernels.topk_programs` prints one JSON object a line: kernel, case, rows that differ. It
 runs apart from the tests' process, which has Triton's interpreter switched on: Gluon and stores in assembly are not for
 that.
 """
@@ -81,11 +81,14 @@ def differing(built: Built, logits: torch.Tensor, lengths: list[int], k: int, st
 def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     torch.manual_seed(7)
-    for built, has_starts in kernels():
+    for number, (built, has_starts) in enumerate(kernels()):
         most = built.columns - 3
         rows = torch.cat((awkward_rows(most), deceiving_rows(most)))
         zeros = [0] * len(rows)
-        cases = [(f"k {k}", rows, [most - i % 4 for i in range(len(rows))], k, zeros) for k in (1, 130, 700)]
+        cases = [
+            (f"k {k}", rows, [most - i % 4 for i in range(len(rows))], k, zeros)
+            for k in ((1, 130, 700) if number == 0 else (130,))
+        ]
         around = [0, 1, 127, 128, 129, 130, 131, 132, 255, most]
         cases.append(("lengths", torch.randn(10, most), around, 129, [0] * 10))
         if has_starts:
@@ -93,9 +96,7 @@ def main() -> None:
             cases.append(("starts", moved, [most, 0, 100, 509, 700], 100, [100, most + 100, 1, 2, 3]))
         for name, logits, lengths, k, starts in cases:
             wrong = differing(built, logits, lengths, k, starts)
-            sys.stdout.write(
-                json.dumps({"kernel": built.name, "case": name, "rows": len(logits), "wrong": wrong}) + "\n"
-            )
+            sys.stdout.write(json.dumps({"kernel": built.name, "case": name, "wrong": wrong}) + "\n")
             sys.stdout.flush()
 
 
