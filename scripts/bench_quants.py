@@ -151,7 +151,8 @@ def main() -> int:
         else:
             print("\n".join(line(row, plugin is not None) for row in found if row.ours is not None), flush=True)
             rows += found
-            wrong += [f"{row.what} is wrong by {row.error:.2e} at {row.tokens}" for row in found if not row.error <= LIMIT]
+            above = [row for row in found if not row.error <= LIMIT]
+            wrong += [f"{row.what} is wrong by {row.error:.2e} at {row.tokens}" for row in above]
         keep()
     if args.sweep:
         for shape in cases.LINEAR_SHAPES:
