@@ -38,8 +38,18 @@ def shared_memory(device: torch.device) -> int:
     return known or launch.LEAST_SHARED
 
 
+@lru_cache(maxsize=16)
+def _can_begin_early(device: torch.device) -> bool:
+    """Whether the GPU and this Triton have programmatic dependent launch."""
+    if device.type != "cuda" or _capability(device) < (9, 0):
+        return False
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    return "launch_pdl" in CUDAOptions.__dataclass_fields__
+
+
 def begin(early: bool, device: torch.device) -> dict[str, bool]:
     """Options of a launch: ``EARLY`` of the kernel, and Triton's own where it is to begin early and can."""
-    if early and device.type == "cuda" and _capability(device)[0] >= 9:
+    if early and _can_begin_early(device):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from glm5deploy.quants import across, launch, products, reference
+from glm5deploy.quants.arguments import begin
 from glm5deploy.quants.planes import Planes
 from tests.quants.blocks import QUANTISED
 from tests.quants.test_products import DEVICE, DTYPE, GPU, LIMIT, planes_of, rms_error, routing, tokens
@@ -151,3 +152,9 @@ def test_memory_under_way_fits(shared: int, monkeypatch: pytest.MonkeyPatch) -> 
                 assert planes.supers % c.across == 0
                 assert 1 <= c.stages - 1 <= max(1, planes.supers // c.across)
                 assert (c.stages - 1) * c.warps * c.bn * planes.format.plane_bytes <= shared << 10
+
+
+def test_launches_begin_early_on_gpus_that_can_alone() -> None:
+    can = GPU and torch.cuda.get_device_capability() >= (9, 0)
+    assert begin(True, torch.device(DEVICE)) == ({"EARLY": True, "launch_pdl": True} if can else {"EARLY": False})
+    assert begin(False, torch.device(DEVICE)) == {"EARLY": False}
