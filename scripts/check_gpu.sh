@@ -32,6 +32,7 @@ quantised 600 vllm products as the engine calls them, loading; two ranks where t
 long 600 vllm contexts of 2,047 to 131,072 tokens, beside vLLM's own attention
 unfused 480 vllm the stack with vLLM's own operations before attention
 query 480 vllm the stack with W_UK and the query's RoPE in one launch as well
+decode 400 - a decoded token's products with other launches
 selection 400 - every way of selecting the top k
 sweep 600 - the products again with other launch parameters
 STEPS
@@ -96,6 +97,7 @@ run() {
     install) tests tests/stages/test_gpu_install.py ;;
     quantised) tests tests/vllm_plugin/test_gpu_quantised.py tests/vllm_plugin/test_rank_reader.py ;;
     long) tests tests/vllm_plugin/test_gpu_long.py ;;
+    decode) script bench_quants.py --sweep decode --out "$out/decode.json" --jobs "$(nproc)" ;;
     selection) script bench_indexer.py --sweep --json "$out/selection.json" ;;
     sweep) script bench_quants.py --sweep --out "$out/sweep.json" --jobs "$(nproc)" ;;
   esac
