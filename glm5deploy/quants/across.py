@@ -8,6 +8,7 @@ import triton
 from glm5deploy.quants import launch
 from glm5deploy.quants.across_kernel import down_across_kernel, gate_up_across_kernel, linear_across_kernel
 from glm5deploy.quants.arguments import begin, kernel_format, pointers, shared_memory
+from glm5deploy.quants.counters import prepare
 from glm5deploy.quants.formats import Format
 from glm5deploy.quants.planes import Planes
 
@@ -22,7 +23,9 @@ def _launch(planes: Planes, beside: int = 1) -> launch.Launch:
     return launch.across_launch(planes.supers, _super_bytes(planes.format), shared, beside)
 
 
-def _check(planes: Planes, c: launch.Launch) -> None:
+def _begin(planes: Planes, c: launch.Launch) -> None:
+    """Refuse launches that do not fit; make the counters, which a later product in a capture could not make."""
+    prepare(planes.low.device)
     if planes.supers % c.across:
         raise ValueError(f"{planes.supers} super-blocks along K cannot be taken {c.across} at a time")
 
@@ -38,7 +41,7 @@ def linear_launch(weights: tuple[Planes, ...]) -> launch.Launch | None:
 def linear(x: torch.Tensor, weights: tuple[Planes, ...], out: torch.Tensor, c: launch.Launch) -> None:
     """x [1, K] times one weight or two, side by side into out [1, rows of both]."""
     first, second = weights[0], weights[-1]
-    _check(first, c)
+    _begin(first, c)
     others = sum(planes.rows for planes in weights[1:])
     formats = [kernel_format(planes.format) for planes in weights]
     grid = (sum(triton.cdiv(planes.rows, c.bn) for planes in weights),)
@@ -60,7 +63,7 @@ def gate_up(
     x: torch.Tensor, gate: Planes, up: Planes, ids: torch.Tensor, hidden: torch.Tensor, c: launch.Launch
 ) -> None:
     """hidden [TOPK, units] = silu(gate x) * up x of the experts ids [1, TOPK]; rows of ids < 0 stay as they are."""
-    _check(gate, c)
+    _begin(gate, c)
     gate_up_across_kernel[(triton.cdiv(gate.rows, c.bn), ids.shape[1])](
         x, *pointers(gate), *pointers(up), ids, hidden, gate.rows, gate.columns, gate.supers,
         FMT=kernel_format(gate.format), BN=c.bn, E=c.warps, STAGES=c.stages,
@@ -84,7 +87,7 @@ def down(
     c: launch.Launch,
 ) -> None:
     """out [1, rows] = sum over the experts ids [1, TOPK] of weights * (down hidden [TOPK, units])."""
-    _check(planes, c)
+    _begin(planes, c)
     down_across_kernel[(triton.cdiv(planes.rows, c.bn),)](
         hidden, *pointers(planes), ids, weights, out, planes.rows, planes.columns, planes.supers,
         FMT=kernel_format(planes.format), TOPK=ids.shape[1], BN=c.bn, E=c.warps, STAGES=c.stages,

@@ -9,7 +9,7 @@ STREAMS = 128  # of one process that products run on: more than torch deals out
 _tickets: dict[torch.device, tuple[torch.Tensor, dict[int, int]]] = {}
 
 
-def _prepare_tickets(device: torch.device) -> None:
+def prepare(device: torch.device) -> None:
     """Make the counters of all streams; not in a capture, where zeroing would happen at the graph's replay only."""
     if device not in _tickets and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         _tickets[device] = torch.zeros((STREAMS, TICKETS), dtype=torch.int32, device=device), {}
@@ -19,7 +19,7 @@ def _prepare_tickets(device: torch.device) -> None:
 
 def stream_tickets(count: int, device: torch.device) -> torch.Tensor:
     """``count`` counters of the current stream, which every kernel leaves zeroed."""
-    _prepare_tickets(device)
+    prepare(device)
     if device not in _tickets:
         raise RuntimeError("a device's first product cannot be captured in a CUDA graph")
     counters, places = _tickets[device]
@@ -36,7 +36,7 @@ def part_memory(
     parts: int, rows: int, width: int, tiles: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 [parts, rows, width] and counters for ``tiles`` tiles; nothing where a program sums all of K."""
-    _prepare_tickets(device)
+    prepare(device)
     if parts == 1:
         return torch.empty(0, device=device), torch.empty(0, dtype=torch.int32, device=device)
     return torch.empty((parts, rows, width), dtype=torch.float32, device=device), stream_tickets(tiles, device)

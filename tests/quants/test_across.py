@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glm5deploy.quants import across, launch, products, reference
+from glm5deploy.quants import across, counters, launch, products, reference
 from glm5deploy.quants.arguments import begin
 from glm5deploy.quants.planes import Planes
 from tests.quants.blocks import QUANTISED
@@ -127,6 +127,14 @@ def test_launches_that_begin_early_see_what_was_written_before(spread: bool, mon
         graph.replay()
         found = out.clone()
         assert torch.equal(found, run(tokens(1, 2048, seed), False))
+
+
+def test_any_first_product_makes_the_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured product of more tokens may follow it, and could not make them."""
+    monkeypatch.setattr(counters, "_tickets", {})
+    planes = planes_of("Q8_0", 16, 256)
+    products.linear(tokens(1, 256), planes)
+    assert planes.low.device in counters._tickets
 
 
 def test_rows_that_entries_do_not_divide_are_refused() -> None:
