@@ -30,7 +30,7 @@ tune 720 - launch parameters measured for both caches, then random steps with th
 install 400 vllm install --tune from end to end, and a server that launches what it measured
 quantised 600 vllm products as the engine calls them, loading; two ranks where there are two GPUs
 long 600 vllm contexts of 2,047 to 131,072 tokens, beside vLLM's own attention
-unfused 480 vllm the stack with vLLM's own operations before attention
+latent 480 vllm the stack with one launch for norms, the key's RoPE and the store
 query 480 vllm the stack with W_UK and the query's RoPE in one launch as well
 decode 400 - a decoded token's products with other launches
 selection 400 - every way of selecting the top k
@@ -87,7 +87,7 @@ run() {
     indexer) script bench_indexer.py --json "$out/indexer.json" ;;
     engine) tests tests/vllm_plugin/test_gpu.py ;;
     stack) stack ;;
-    unfused) stack --vllm=--additional-config --vllm='{"glm5_fusion": "off"}' ;;
+    latent) stack --vllm=--additional-config --vllm='{"glm5_fusion": "latent"}' ;;
     query) stack --vllm=--additional-config --vllm='{"glm5_fusion": "query"}' ;;
     soak)
       script soak.py --gguf tests/data/tiny-glm5/GLM-tiny-A-GGUF/UD-Q4_K_XL --preemptions 1 --out "$out/soak" \

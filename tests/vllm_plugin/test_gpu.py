@@ -41,8 +41,8 @@ DENSE = ("--model-loader-extra-config", json.dumps({"weights": "dense"}))
 DRAFT = ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 2}))
 CRAMPED = ("--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "48")  # a cache of 3,072 tokens
 
-# What comes before attention: in one launch by default, in vLLM's own or in fewer still when asked.
-UNFUSED, QUERY = (("--additional-config", json.dumps({"glm5_fusion": level})) for level in ("off", "query"))
+# What comes before attention: in vLLM's own launches by default, in fewer when asked.
+LATENT, QUERY = (("--additional-config", json.dumps({"glm5_fusion": level})) for level in ("latent", "query"))
 
 ALL = (ask_prompts, ask_together, ask_lengths)
 RUNS = (
@@ -55,7 +55,7 @@ RUNS = (
     GpuRun("A-cramped", bf16("A"), (ask_prompts, ask_together, ask_under_pressure), flags=CRAMPED),
     GpuRun("A-dense", bf16("A"), (ask_prompts, ask_together), flags=DENSE),
     GpuRun("B-Q8-query", bf16("B-Q8"), ALL, flags=QUERY),
-    GpuRun("B-Q8-unfused", bf16("B-Q8"), (ask_prompts, ask_together), flags=UNFUSED),
+    GpuRun("B-Q8-latent", bf16("B-Q8"), ALL, flags=LATENT),
 )
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
 

@@ -69,7 +69,7 @@ def test_code_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("settings", "chosen"), [({}, "latent"), ({"glm5_fusion": "off"}, "off"), (object(), "latent")]
+    ("settings", "chosen"), [({}, "off"), ({"glm5_fusion": "latent"}, "latent"), (object(), "off")]
 )
 def test_the_setting(settings: Any, chosen: str) -> None:
     assert fusion(SimpleNamespace(additional_config=settings)) == chosen
