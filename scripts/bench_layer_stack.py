@@ -143,7 +143,10 @@ def main() -> int:
 
         def launch(model: Path) -> engines.Engine:
             started = engines.start(
-                settings_for(model, stack, options.device, traces, options.vllm), course.out, environment
+                settings_for(model, stack, options.device, traces, options.vllm),
+                course.out,
+                environment,
+                outlive=options.keep,
             )
             course.say(f"engine started, process {started.process.pid}, port {started.settings.port}")
             return started

@@ -6,9 +6,11 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import httpx
 import psutil
 
 from glm5deploy.server.command import build_command
+from glm5deploy.server.guard import kill_members
 from glm5deploy.server.model_facts import read_model_facts
 from glm5deploy.server.settings import ServeSettings
 
@@ -28,6 +31,8 @@ _MILESTONES = re.compile(
     r"init engine .*|GPU KV cache size.*|Available KV cache.*|Auto-enabling VLLM_USE_BREAKABLE_CUDAGRAPH=1|"
     r"torch.compile took.*|.*JIT compilation during inference.*)"
 )
+
+_GRACE = 20  # seconds that a server has to end by itself
 
 
 @dataclass
@@ -52,7 +57,7 @@ class Loading:
 
 
 class Engine:
-    """A running server; :meth:`stop` ends its whole process group."""
+    """A running server; :meth:`stop` ends its whole session."""
 
     def __init__(self, process: subprocess.Popen[bytes], settings: ServeSettings, log: Path) -> None:
         self.process, self.settings, self.log = process, settings, log
@@ -89,27 +94,41 @@ class Engine:
         raise RuntimeError(f"vLLM was not ready within {seconds:.0f} s\n{self.tail()}")
 
     def stop(self) -> None:
-        for number, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
-            try:
-                os.killpg(self.process.pid, number)
-                self.process.wait(timeout=patience)
-            except ProcessLookupError:
-                return
-            except subprocess.TimeoutExpired:
-                continue
+        if self.process.stdin is not None:
+            self.process.stdin.close()  # the guard ends the server then
+        else:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_GRACE + 10)
+        kill_members(self.process.pid, spare=0)
+        self.process.wait()
 
 
 def start(
-    settings: ServeSettings, out: Path, environment: Mapping[str, str], launcher: Sequence[str] | None = None
+    settings: ServeSettings,
+    out: Path,
+    environment: Mapping[str, str],
+    launcher: Sequence[str] | None = None,
+    *,
+    outlive: bool = False,
 ) -> Engine:
-    """Start the server in a session of its own; its log is ``out/serve.log``."""
+    """Start the server in a session of its own; its log is ``out/serve.log``.
+
+    It ends with this process, however that ends, unless it is to ``outlive`` it.
+    """
     base = {**os.environ, **environment}
     command = build_command(settings, read_model_facts(settings.model_folder), environment=base, launcher=launcher)
     log = out / "serve.log"
     (out / "command.txt").write_text(command.shell() + "\n")
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command.argv, stdout=file, stderr=file, env={**base, **command.env}, start_new_session=True
+            command.argv if outlive else [sys.executable, "-m", "glm5deploy.server.guard", str(_GRACE), *command.argv],
+            stdin=subprocess.DEVNULL if outlive else subprocess.PIPE,
+            stdout=file,
+            stderr=file,
+            env={**base, **command.env},
+            start_new_session=True,
         )
     return Engine(process, settings, log)
 

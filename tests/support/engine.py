@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +16,11 @@ import httpx
 import numpy as np
 
 from glm5deploy.server.command import vllm_launcher
+from glm5deploy.server.guard import kill_members
 from tests.support.serving import free_port
 
 START_SECONDS = 300.0
+GRACE_SECONDS = 20
 NAME = "tiny"
 
 
@@ -136,8 +138,11 @@ def engine(
         **(variables or {}),
     }
     environment = {name: value for name, value in environment.items() if value}
+    command = [sys.executable, "-m", "glm5deploy.server.guard", str(GRACE_SECONDS), *command]  # survives no killed test
     with served.log.open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
         try:
             _wait_until_healthy(served, process, start_seconds)
             yield served
@@ -158,15 +163,16 @@ def _wait_until_healthy(served: Engine, process: subprocess.Popen[bytes], second
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, signal_number)
-        except ProcessLookupError:
-            return
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            continue
+    """Tell the guard, and end what it has not ended."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(GRACE_SECONDS + 30)
+    except subprocess.TimeoutExpired:
+        print(f"the guard of the server was killed\n{process.args}")
+    finally:
+        kill_members(process.pid, spare=0)
+        process.wait()
 
 
 def _id(token: str) -> int:
