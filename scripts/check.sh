@@ -18,10 +18,20 @@ step "import contracts" $bin/lint-imports
 # A server's start keeps one core busy, so the tests around vLLM run beside all others; their report comes last.
 tests="$bin/pytest -q --durations=10"
 report=$(mktemp)
-$tests tests/vllm_plugin -m "not ($unless)" >"$report" 2>&1 &
+set -m # a process group of its own: an interrupt reaches it once, from the trap, and it stops its servers
+$tests tests/vllm_plugin -m "not ($unless)" >"$report" 2>&1 </dev/null &
 engines=$!
-trap 'kill -INT "$engines" 2>/dev/null || true; wait; rm -f "$report"' EXIT
-trap 'exit 130' INT TERM
+set +m
+leave() {
+  trap '' INT TERM HUP
+  if kill -INT "$engines" 2>/dev/null; then
+    wait "$engines" || true
+    step "engines, broken off" cat "$report"
+  fi
+  rm -f "$report"
+}
+trap leave EXIT
+trap 'exit 130' INT TERM HUP
 failed=0
 # Triton decides at its first import whether kernels run in its interpreter, so kernel tests have a process of their own.
 step "kernels" env TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $tests tests/kernels tests/quants -m "not ($unless)" || failed=1

@@ -57,9 +57,14 @@ for step in "$@"; do
 done
 [ $# -gt 0 ] || set -- "${names[@]}"
 [[ $out == /* ]] || out=$here/$out
+[[ ${SECONDS_SCALE:-1} =~ ^[1-9][0-9]*(/[1-9][0-9]*)?$ ]] || {
+  echo "error: SECONDS_SCALE is a whole number, or a fraction as 1/2, not ${SECONDS_SCALE:-}" >&2
+  exit 2
+}
 mkdir -p "$out" || exit 1
 
 python=${PYTHON:-}
+[[ $python != */* || $python == /* ]] || python=$here/$python
 if [ -z "$python" ]; then
   python=python3
   if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
@@ -67,15 +72,16 @@ fi
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 # A script of the step, for at most its seconds; one that goes on for a minute more is killed.
-script() { timeout --kill-after=60 "$seconds" "$python" "scripts/$1" "${@:2}"; }
+script() { exec timeout --kill-after=60 "$seconds" "$python" "scripts/$1" "${@:2}"; }
 
 stack() { script bench_layer_stack.py --out "$out/$name" --budget "$((seconds - 20))" "$@"; }
 
 # Tests of the step: each result and figure as it comes. Told to stop as by Ctrl-C, for only so servers are stopped too;
 # they have three quarters of the time, and what they have answered until then is judged.
 tests() {
-  GPU_SERVERS_LOGS=$out GPU_SERVERS_SECONDS=$((seconds * 3 / 4)) timeout --signal=INT --kill-after=60 "$seconds" \
-    "$python" -m pytest -v -s -rfEs --tb=short --durations=5 -m gpu -p no:cacheprovider --junitxml="$out/$name.xml" "$@"
+  export GPU_SERVERS_LOGS=$out GPU_SERVERS_SECONDS=$((seconds * 3 / 4))
+  exec timeout --signal=INT --kill-after=60 "$seconds" "$python" -m pytest -v -s -rfEs --tb=short --durations=5 -m gpu \
+    -o timeout="$seconds" -p no:cacheprovider --junitxml="$out/$name.xml" "$@"
 }
 
 run() {
@@ -109,13 +115,31 @@ run() {
   "$python" -m pip list | grep -iE '^(torch|triton|vllm)'
 } >"$out/machine.txt" 2>&1
 
+# A step's `timeout` leaves the terminal's process group: an interrupt is passed on to it from here, and waited for.
+job=
+stop() {
+  trap '' INT TERM HUP
+  if [ -n "$job" ]; then
+    kill -INT "$job" 2>/dev/null
+    wait "$job"
+    echo "$name: stopped, $((SECONDS - began)) s" | tee -a "$out/summary.txt"
+  fi
+  exit 130
+}
+trap stop INT TERM HUP
+
 failed=0
 for name in "$@"; do
   seconds=$(($(steps | sed -n "s/^$name \([0-9]*\) .*/\1/p") * ${SECONDS_SCALE:-1}))
   echo "$name, at most $seconds s, log in $out/$name.log"
   began=$SECONDS
-  run >"$out/$name.log" 2>&1
+  set -m # without a process group of its own a step in the background would ignore interrupts
+  run >"$out/$name.log" 2>&1 </dev/null &
+  job=$!
+  set +m
+  wait "$job"
   code=$?
+  job=
   line="$name: exit $code, $((SECONDS - began)) s"
   echo "$line" | tee -a "$out/summary.txt"
   [ "$code" -eq 0 ] || failed=1

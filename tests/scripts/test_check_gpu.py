@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -84,6 +85,28 @@ def test_a_cut_off_run_leaves_what_was_found(tmp_path: Path) -> None:
         for process in [*psutil.Process(child.pid).children(recursive=True), child]:
             process.kill()
         child.wait()
+
+
+def test_an_interrupt_ends_the_step_and_those_after_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    environment = {**os.environ, "PYTHON": stub(tmp_path)}
+    child = subprocess.Popen([SCRIPT, out, "indexer", "products"], env=environment, start_new_session=True)
+    log, until = out / "indexer.log", time.monotonic() + 20
+    while not (log.exists() and log.read_text()) and time.monotonic() < until:
+        time.sleep(0.02)
+    begun = psutil.Process(child.pid).children(recursive=True)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) == 130
+    assert begun
+    assert not [process for process in begun if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert (out / "summary.txt").read_text().startswith("indexer: stopped")
+
+
+def test_a_scale_that_the_shell_cannot_count_with_is_refused(tmp_path: Path) -> None:
+    for scale in ("1.5", "0", "two"):
+        done = check(tmp_path / "out", "indexer", PYTHON=stub(tmp_path), SECONDS_SCALE=scale)
+        assert (done.returncode, "a whole number" in done.stderr) == (2, True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_step_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
