@@ -19,6 +19,7 @@ from glm5deploy.sizes import human_bytes
         (430_200_000_000, "430.2 GB"),
         (999_960_000_000, "1.00 TB"),
         (1.44e12, "1.44 TB"),
+        (-30e9, "-30.0 GB"),
     ],
 )
 def test_sizes_are_shown_as_hubs_show_them(count: float, text: str) -> None:
