@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from glm5deploy.errors import DeployError
 from glm5deploy.files import sync_folder
 from glm5deploy.hub.choice import RemoteFile
 from glm5deploy.hub.hashing import FileHash, hash_into
@@ -17,6 +18,8 @@ from glm5deploy.hub.hashing import FileHash, hash_into
 _FICLONE = 0x40049409  # linux/fs.h: share the data blocks of another file
 _MOST_FILES = 100_000
 _COPY = 4 << 20
+_OUR_OWN = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors of reading that say nothing about the file."""
 
 
 def find_copy(
@@ -31,17 +34,29 @@ def find_copy(
 
     Symbolic links are followed to files, not to folders: a hub cache's snapshots work. A file that cannot be read is
     named in a ``note`` and passed over.
+
+    :raises DeployError: the file of the right name may not be read, and no other has the content.
+    :raises OSError: nothing can be read for want of memory or handles.
     """
+    refused: DeployError | None = None
     same_size = [path for path in _files(folder) if _size(path) == file.size]
     for path in sorted(same_size, key=lambda path: path.name != file.name):
         hasher = FileHash(file)
         try:
             hash_into(hasher, path, file.size, report=report, stop=stop)
         except OSError as error:
-            note(f"{path} may be {file.name}, but cannot be read and is passed over: {error.strerror or error}")
+            if error.errno in _OUR_OWN:
+                raise
+            reason = error.strerror or error
+            note(f"{path} may be {file.name}, but cannot be read and is passed over: {reason}")
+            if error.errno in (errno.EACCES, errno.EPERM) and path.name == file.name:
+                hint = "make it readable, or leave --from out to fetch it"
+                refused = DeployError(f"{path} cannot be read: {reason}", hint=hint)
             continue
         if hasher.matches():
             return path, tuple(hasher.prefixes)
+    if refused:  # before hundreds of gigabytes are fetched that lie here
+        raise refused
     return None
 
 

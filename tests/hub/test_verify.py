@@ -246,6 +246,31 @@ def test_a_candidate_that_cannot_be_read_is_named_and_another_taken(
     assert notes[1].startswith(f"{here.name}: taken over from {copied} ")
 
 
+def test_without_another_copy_the_file_that_may_not_be_read_is_the_users_to_mend(
+    fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = fetcher.source / QUANT / "m-00002-of-00003.gguf"
+    fail_reading(monkeypatch, here, errno.EACCES, adopt)
+    with pytest.raises(DeployError, match=r"00002-of-00003\.gguf cannot be read: Permission denied") as error:
+        fetcher.run(adopt=fetcher.source)
+    assert "make it readable" in (error.value.hint or "")
+    assert fetcher.server.served["bytes"] == 0
+
+
+def test_a_spoilt_copy_is_fetched_but_want_of_handles_is_no_reason_to(
+    fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = fetcher.source / QUANT / "m-00002-of-00003.gguf"
+    with monkeypatch.context() as patch:
+        fail_reading(patch, here, errno.EMFILE, adopt)
+        with pytest.raises(OSError, match="Too many open files"):
+            fetcher.run(adopt=fetcher.source)
+    fail_reading(monkeypatch, here, errno.EIO, adopt)
+    fetcher.run(adopt=fetcher.source)
+    assert fetcher.fetched() == fetcher.originals()
+    assert fetcher.server.served["bytes"] == here.stat().st_size
+
+
 def fail_reading(monkeypatch: pytest.MonkeyPatch, path: Path, code: int, module: ModuleType = verify_module) -> None:
     """Reading ``path`` as it is now fails; a new file of that name is read."""
     inode, real = path.stat().st_ino, module.hash_into
