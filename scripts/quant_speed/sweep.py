@@ -98,9 +98,9 @@ def compile_all(script: str, jobs: int, sweep: str) -> None:
     """Fill Triton's cache on disk from ``jobs`` processes of the script."""
     command = [sys.executable, script, *(["--sweep", sweep] if sweep else []), "--compile-share"]
     helpers = [subprocess.Popen([*command, str(k), str(jobs)]) for k in range(jobs)]
-    for helper in helpers:
-        if helper.wait():
-            raise SystemExit(f"a process that compiles ended with {helper.returncode}")
+    ended = [helper.wait() for helper in helpers]
+    if any(ended):
+        raise SystemExit(f"processes that compile ended with {ended}")
 
 
 def _brief(c: Launch) -> str:
