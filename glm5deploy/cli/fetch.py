@@ -79,7 +79,7 @@ def verify(
     damaged = [row for row in found.rows if row["verdict"] not in ("sound", "released")]
     session.output.result({"shards": found.rows, "damaged": len(damaged), "recorded": not found.unrecorded})
     if found.unrecorded:
-        session.output.warning(f"{found.unrecorded}; what was found is not recorded")
+        session.output.warning(f"{found.unrecorded}; what was found is not recorded: verify again where it can be")
     if damaged:
         session.output.note("hint: glm5deploy fetch --repair brings the damaged shards again")
         raise typer.Exit(1)

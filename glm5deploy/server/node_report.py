@@ -86,7 +86,7 @@ def parse_report(text: str) -> NodeReport:
             weights={str(k): v if isinstance(v, int) else None for k, v in value["weights"].items()},
             gpus=int(value["gpus"]),
             devices={str(k): str(v) for k, v in value["devices"].items()},
-            kernel_table=bool(value["kernel_table"]),
+            kernel_table=bool(value.get("kernel_table")),
         )
     except (KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"not a report: {error}") from None

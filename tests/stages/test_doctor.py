@@ -41,7 +41,7 @@ def test_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_disk(tmp_path: Path) -> None:
     check = check_disk(tmp_path / "not" / "there" / "yet")
     assert check.found.startswith(f"{tmp_path}: ")
-    assert re.search(r" GB free, writes [\d.]+ [MG]B/s$", check.found)
+    assert re.search(r" [\d.]+ [MGT]B free, writes [\d.]+ [kMG]B/s$", check.found)
     assert list(tmp_path.iterdir()) == []
 
 
