@@ -7,7 +7,7 @@ import triton
 
 from glm5deploy.quants import launch
 from glm5deploy.quants.across_kernel import down_across_kernel, gate_up_across_kernel, linear_across_kernel
-from glm5deploy.quants.arguments import begin, kernel_format, pointers, shared_memory
+from glm5deploy.quants.arguments import early_options, kernel_format, pointers, shared_memory
 from glm5deploy.quants.counters import prepare
 from glm5deploy.quants.formats import Format
 from glm5deploy.quants.planes import Planes
@@ -23,10 +23,12 @@ def _launch(planes: Planes, beside: int = 1) -> launch.Launch:
     return launch.across_launch(planes.supers, _super_bytes(planes.format), shared, beside)
 
 
-def _begin(planes: Planes, c: launch.Launch) -> None:
+def _check_launch(planes: Planes, c: launch.Launch, tokens: int) -> None:
     """Refuse launches that do not fit; make the counters, which a later product in a capture could not make."""
     prepare(planes.low.device)
-    if planes.supers % c.across:
+    if tokens != 1:
+        raise ValueError(f"these kernels take one token, not {tokens}")
+    if not c.across or planes.supers % c.across:
         raise ValueError(f"{planes.supers} super-blocks along K cannot be taken {c.across} at a time")
 
 
@@ -41,14 +43,15 @@ def linear_launch(weights: tuple[Planes, ...]) -> launch.Launch | None:
 def linear(x: torch.Tensor, weights: tuple[Planes, ...], out: torch.Tensor, c: launch.Launch) -> None:
     """x [1, K] times one weight or two, side by side into out [1, rows of both]."""
     first, second = weights[0], weights[-1]
-    _begin(first, c)
+    _check_launch(first, c, x.shape[0])
     others = sum(planes.rows for planes in weights[1:])
     formats = [kernel_format(planes.format) for planes in weights]
     grid = (sum(triton.cdiv(planes.rows, c.bn) for planes in weights),)
     linear_across_kernel[grid](
         x, *pointers(first), *pointers(second), out, first.rows, others, first.columns, first.supers,
         A=formats[0], B=formats[1] if others else (), BN=c.bn, E=c.warps, STAGES=c.stages,
-        EVEN=first.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=c.warps, **begin(c.early, x.device),
+        EVEN=first.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=c.warps,
+        **early_options(c.early, x.device),
     )  # fmt: skip
 
 
@@ -63,11 +66,12 @@ def gate_up(
     x: torch.Tensor, gate: Planes, up: Planes, ids: torch.Tensor, hidden: torch.Tensor, c: launch.Launch
 ) -> None:
     """hidden [TOPK, units] = silu(gate x) * up x of the experts ids [1, TOPK]; rows of ids < 0 stay as they are."""
-    _begin(gate, c)
+    _check_launch(gate, c, ids.shape[0])
     gate_up_across_kernel[(triton.cdiv(gate.rows, c.bn), ids.shape[1])](
         x, *pointers(gate), *pointers(up), ids, hidden, gate.rows, gate.columns, gate.supers,
         FMT=kernel_format(gate.format), BN=c.bn, E=c.warps, STAGES=c.stages,
-        EVEN=gate.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=c.warps, **begin(c.early, x.device),
+        EVEN=gate.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=c.warps,
+        **early_options(c.early, x.device),
     )  # fmt: skip
 
 
@@ -87,10 +91,10 @@ def down(
     c: launch.Launch,
 ) -> None:
     """out [1, rows] = sum over the experts ids [1, TOPK] of weights * (down hidden [TOPK, units])."""
-    _begin(planes, c)
+    _check_launch(planes, c, ids.shape[0])
     down_across_kernel[(triton.cdiv(planes.rows, c.bn),)](
         hidden, *pointers(planes), ids, weights, out, planes.rows, planes.columns, planes.supers,
         FMT=kernel_format(planes.format), TOPK=ids.shape[1], BN=c.bn, E=c.warps, STAGES=c.stages,
         EVEN=planes.columns % 256 == 0, PTX=out.dtype == torch.bfloat16, num_warps=c.warps,
-        **begin(c.early, out.device),
+        **early_options(c.early, out.device),
     )  # fmt: skip

@@ -48,7 +48,7 @@ def _can_begin_early(device: torch.device) -> bool:
     return "launch_pdl" in CUDAOptions.__dataclass_fields__
 
 
-def begin(early: bool, device: torch.device) -> dict[str, bool]:
+def early_options(early: bool, device: torch.device) -> dict[str, bool]:
     """Options of a launch: ``EARLY`` of the kernel, and Triton's own where it is to begin early and can."""
     if early and _can_begin_early(device):
         return {"EARLY": True, "launch_pdl": True}

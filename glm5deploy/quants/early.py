@@ -8,8 +8,9 @@ ended. What makes that safe, for whatever runs before and after:
   launches is in order, and memory that the allocator deals out again has no reader left.
 - Before it returns a program reads planes, and nothing else: weights, which nobody writes while products run. What
   fills planes is to be followed by a wait of the host, or by any launch without the option, before the first product.
-- It returns a zero that only the GPU knows. Pointers to activations, ids, counters and parts are used with that zero
-  added, so no compiler can move such a read ahead of it. Writes follow reads that depend on it.
+- It returns a zero that Triton and LLVM do not know. Pointers to activations, ids, counters and parts are used with
+  that zero added, so neither moves such a read ahead of it. The assembler does know it, and keeps memory accesses
+  behind ``griddepcontrol.wait`` as behind any barrier. Writes follow reads that depend on it.
 - Kernels that know nothing of this, before: they let the next launch begin as they end. After: a launch without the
   option waits for the whole launch ahead, and another project's early kernel waits in itself, as it must behind any
   kernel. Other streams: an event waits for whole launches; in a captured graph, edges

@@ -12,7 +12,9 @@ DENSE_TOKENS = 65  # from here on, weights are unpacked to bf16 once and multipl
 SEARCH_PAIRS = 128  # up to here, programs find their expert's pairs themselves; a power of two
 # Two choices that no GPU has timed yet (docs/benchmarks/quants.md, "Not measured yet"); the table takes them when true.
 ACROSS = False  # one token's products spread K over the warps of a program (across_kernel.py)
-EARLY = False  # launches begin before the ones ahead have ended (early.py), on GPUs of compute capability 9 and more
+# Launches begin before the ones ahead have ended (early.py), on GPUs of compute capability 9 and more; the table takes
+# its value as this module is imported.
+EARLY = False
 ACROSS_ROWS = 16  # outputs of a program of across_kernel.py: what the tensor cores take at a time
 # KiB of shared memory that a program may have, by compute capability; elsewhere the last
 SHARED = {(8, 0): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from glm5deploy.quants import across, launch
-from glm5deploy.quants.arguments import begin, kernel_format, pointers, row_stride
+from glm5deploy.quants.arguments import early_options, kernel_format, pointers, row_stride
 from glm5deploy.quants.counters import part_memory
 from glm5deploy.quants.linear_kernel import dense_kernel, linear_kernel
 from glm5deploy.quants.moe_kernel import down_kernel, gate_up_kernel, sort_kernel, sum_kernel
@@ -94,7 +94,8 @@ def linear(
     linear_kernel[grid](
         x, *pointers(planes), out, parts, tickets, m, n, planes.columns, row_stride(x), out.stride(0), planes.supers,
         c.parts, FMT=kernel_format(planes.format), BN=c.bn, BM=c.bm, STAGES=c.stages,
-        EVEN=planes.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=c.warps, **begin(c.early, x.device),
+        EVEN=planes.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=c.warps,
+        **early_options(c.early, x.device),
     )  # fmt: skip
     return out
 
@@ -216,7 +217,7 @@ def _find_pairs(ids: torch.Tensor, experts: int, c: _MoeLaunch) -> _Work:
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     work = torch.empty((experts + pairs // bm, 3), dtype=torch.int32, device=ids.device)
     sort_kernel[(experts,)](
-        ids, order, work, pairs, experts, BM=bm, CHUNK=1024, num_warps=4, **begin(c.gate_up.early, ids.device)
+        ids, order, work, pairs, experts, BM=bm, CHUNK=1024, num_warps=4, **early_options(c.gate_up.early, ids.device)
     )
     return order, work
 
@@ -234,7 +235,8 @@ def _gate_up(
         x, *pointers(gate), *pointers(up), ids, *work, hidden, parts, tickets, pairs, n, gate.columns,
         row_stride(x), gate.supers, a.parts, G=kernel_format(gate.format), U=kernel_format(up.format),
         TOPK=ids.shape[1], BN=a.bn, BM=a.bm, PAIRS=c.search, STAGES=a.stages,
-        EVEN=gate.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=a.warps, **begin(a.early, x.device),
+        EVEN=gate.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=a.warps,
+        **early_options(a.early, x.device),
     )  # fmt: skip
 
 
@@ -257,8 +259,8 @@ def _down(
         hidden, *pointers(down), ids, *work, weights, terms, pairs, down.rows, n, down.supers, b.tiles,
         FMT=kernel_format(down.format), BN=b.bn, BM=b.bm, PAIRS=c.search, STAGES=b.stages,
         ONE=down.supers == 1, EVEN=n % 256 == 0, PTX=hidden.dtype == torch.bfloat16, num_warps=b.warps,
-        **begin(b.early, device),
+        **early_options(b.early, device),
     )  # fmt: skip
     sum_kernel[(ids.shape[0], triton.cdiv(down.rows, SUM_SPAN))](
-        terms, ids, out, down.rows, TOPK=ids.shape[1], BN=SUM_SPAN, num_warps=4, **begin(b.early, device)
+        terms, ids, out, down.rows, TOPK=ids.shape[1], BN=SUM_SPAN, num_warps=4, **early_options(b.early, device)
     )

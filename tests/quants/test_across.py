@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from glm5deploy.quants import across, counters, launch, products, reference
-from glm5deploy.quants.arguments import begin
+from glm5deploy.quants.arguments import early_options
 from glm5deploy.quants.planes import Planes
 from tests.quants.blocks import QUANTISED
 from tests.quants.test_products import DEVICE, DTYPE, GPU, LIMIT, planes_of, rms_error, routing, tokens
@@ -162,7 +162,18 @@ def test_memory_under_way_fits(shared: int, monkeypatch: pytest.MonkeyPatch) -> 
                 assert (c.stages - 1) * c.warps * c.bn * planes.format.plane_bytes <= shared << 10
 
 
+def test_a_launch_by_hand_is_refused_for_more_than_one_token() -> None:
+    planes = planes_of("Q8_0", 32, 256)
+    config = launch.across_launch(1, planes.format.plane_bytes, 99)
+    with pytest.raises(ValueError, match="one token, not 3"):
+        products.linear(tokens(3, 256), planes, config=config)
+    with pytest.raises(ValueError, match="cannot be taken 0 at a time"):
+        products.linear_pair(tokens(1, 256), planes, planes, config=launch.FEW_SPREAD)
+
+
 def test_launches_begin_early_on_gpus_that_can_alone() -> None:
     can = GPU and torch.cuda.get_device_capability() >= (9, 0)
-    assert begin(True, torch.device(DEVICE)) == ({"EARLY": True, "launch_pdl": True} if can else {"EARLY": False})
-    assert begin(False, torch.device(DEVICE)) == {"EARLY": False}
+    assert early_options(True, torch.device(DEVICE)) == (
+        {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
+    )
+    assert early_options(False, torch.device(DEVICE)) == {"EARLY": False}
