@@ -19,7 +19,7 @@ steps() {
   cat <<'STEPS'
 kernels 540 - kernels and products: graphs, nothing compiled after the warm-up, addresses beyond 2^31
 products 300 - GGML products beside cuBLAS and, where vLLM and vllm-gguf-plugin are installed, the plugin
-types 480 - products of every GGML type, as the interpreter's tests have them
+types 780 - products of every GGML type, as the interpreter's tests have them
 sparse 150 - sparse MLA; beside FlashMLA and vLLM's XPU kernel where vLLM is installed
 indexer 150 - scores and selection; beside DeepGEMM and vLLM's where vLLM is installed
 engine 840 vllm served numbers: prompts, decoding, side by side, preempted, MTP, packed cache, late compilations
@@ -88,7 +88,7 @@ run() {
   case $name in
     kernels) tests tests/kernels tests/quants ;;
     products) script bench_quants.py --out "$out/products.json" --jobs "$(nproc)" ;;
-    types) tests -m "" tests/quants/test_products.py ;; # most of them run anywhere and are not marked
+    types) tests -m "" tests/quants/test_products.py tests/quants/test_across.py ;; # most of them run anywhere and are not marked
     sparse) script bench_sparse_mla.py --json "$out/sparse.json" ;;
     indexer) script bench_indexer.py --json "$out/indexer.json" ;;
     engine) tests tests/vllm_plugin/test_gpu.py ;;

@@ -1,4 +1,4 @@
-"""What follows the first product of a layer's attention, in one launch instead of four.
+"""What follows the first product of a layer's attention, in one launch instead of three and the key's part of a fourth.
 
 That product gives each token the query's latent, the key's latent and the key's 64 RoPE values side by side. Both
 latents are normed, the RoPE values rotated, and the key's part is stored into the latent cache.

@@ -50,11 +50,7 @@ class TopkConfig:
     part_warps: int = 8  # many programs a row
     merge_warps: tuple[int, int] = (8, 16)  # the one that then selects from their lists, of few rows and of more
     few_rows: int = 8  # with more of them, a list that overflows and makes all wait is likely
-    samples: tuple[int, ...] = (
-        2048,
-        4096,
-        8192,
-    )  # columns that set the first threshold, of rows up to 32 times as long
+    samples: tuple[int, ...] = (2048, 4096, 8192)  # columns that set the first threshold, for rows of up to 32 times
     per_sm: int = 2  # programs a multiprocessor is meant to hold: the number of parts follows from it
     spared: int = 7  # blocks of columns that parts must spare a program to be worth a second launch
     steps: tuple[Steps, ...] = ()  # a row that fits one of these is held by one program of `topk_steps` instead

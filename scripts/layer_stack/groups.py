@@ -26,6 +26,7 @@ OTHER = "other"
 _FILES = {
     "linear_kernel": LINEAR,
     "unpack": LINEAR,
+    "across_kernel": LINEAR,
     "moe_kernel": MOE,
     "sparse_mla": ATTENTION,
     "sparse_mla_hopper": ATTENTION,
@@ -34,8 +35,12 @@ _FILES = {
     "topk_block": TOPK,
     "topk_device": TOPK,
     "topk_stream": TOPK,
+    "topk_steps": TOPK,
+    "topk_steps_device": TOPK,
     "index_cache": CACHES,
     "latent_cache": CACHES,
+    "latent_input": SMALL,
+    "query_input": GEMM,
     "slots": CACHES,
 }
 # Everybody else's, first match counts.

