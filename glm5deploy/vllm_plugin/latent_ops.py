@@ -24,11 +24,15 @@ def glm5_latent_input(
 ) -> torch.Tensor:
     """Norm the latents x [T, R + 576] of query and key, store the key's with its RoPE: the query's [T, R].
 
-    As vLLM's own store, part of every CUDA graph: slots lie in a buffer that keeps its address.
+    Part of every CUDA graph, where vLLM's own store runs between the pieces of one: slots lie in a buffer that keeps
+    its address. RuntimeError where a graph is captured without them, whose replays would store nothing.
     """
     from glm5deploy.kernels.latent_input import latent_input
 
-    _, attention, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
+    name = _resolve_layer_name(layer_name)
+    _, attention, cache, slots = get_attention_context(name)
+    if slots is None and cache.numel() and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{name}: a graph is captured without slots for the cache")
     if slots is None or not cache.numel():
         slots, cache = positions.new_empty(0), _no_cache(attention, x)
     return latent_input(x, q_weight, kv_weight, eps, positions, cos_sin, slots.flatten()[: x.shape[0]], cache)

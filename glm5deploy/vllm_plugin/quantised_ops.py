@@ -64,7 +64,11 @@ def _linear(x: torch.Tensor, parts: Sequence[Planes], out: torch.Tensor) -> None
         from glm5deploy.quants import reference
 
         torch.cat([reference.linear(x, part) for part in parts], dim=1, out=out)
-        return
+    else:
+        _linear_on_gpu(x, parts, out)
+
+
+def _linear_on_gpu(x: torch.Tensor, parts: Sequence[Planes], out: torch.Tensor) -> None:
     from glm5deploy.quants import products
 
     if len(parts) == 2:  # of types that differ, or they would be one

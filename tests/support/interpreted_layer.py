@@ -172,7 +172,7 @@ def main() -> None:
         report = {
             "built": [layer.fusion for layer in layers],
             "obstacles": obstacles(layers[0]),
-            "compiled": [compiled(config, layers[0], fusion) for fusion in ("latent", "query")],
+            "compiled": [compiled(config, layers[0], fusion) for fusion in ("off", "latent", "query")],
             "layers": [record for layer in layers for record in compare(config, layer, counts)],
         }
     sys.stdout.write("\n" + json.dumps(report) + "\n")
