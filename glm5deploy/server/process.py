@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 from glm5deploy.errors import DeployError
 from glm5deploy.server.command import ServeCommand
@@ -19,6 +19,34 @@ from glm5deploy.server.guard import kill_members, session_members
 
 KEPT_LOGS = 3
 _AFTER_GRACE = 10.0  # seconds that the guard itself may take once the grace period is over
+
+
+def start_guarded(
+    argv: Sequence[str], grace: float, output: IO[bytes], env: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a command below a guard, in a session of its own: it ends when this process does, however that ends."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "glm5deploy.server.guard", str(grace), *argv],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=dict(env),
+        start_new_session=True,
+    )
+
+
+def end_guarded(process: subprocess.Popen[bytes], grace: float) -> None:
+    """End what :func:`start_guarded` has started: SIGTERM, and SIGKILL to what is left after the grace period."""
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+    try:
+        process.wait(grace + _AFTER_GRACE)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    finally:
+        kill_members(process.pid, spare=0)
 
 
 class ServerExited(DeployError):
@@ -41,14 +69,8 @@ class ServerProcess:
         self._stopped = False
         rotate_logs(log)
         with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "glm5deploy.server.guard", str(grace), *command.argv],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **command.env, **(secrets or {}), "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
-            )
+            env = {**os.environ, **command.env, **(secrets or {}), "PYTHONUNBUFFERED": "1"}
+            self._process = start_guarded(command.argv, grace, output, env)
 
     def __enter__(self) -> Self:
         return self
@@ -84,16 +106,7 @@ class ServerProcess:
         if self._stopped:
             return
         self._stopped = True
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-        try:
-            self._process.wait(self.grace + _AFTER_GRACE)
-        except subprocess.TimeoutExpired:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-        finally:
-            kill_members(self.session, spare=0)
+        end_guarded(self._process, self.grace)
 
     def members(self) -> list[int]:
         """Ids of the server's living processes, the guard among them."""

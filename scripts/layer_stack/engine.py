@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,8 @@ import httpx
 import psutil
 
 from glm5deploy.server.command import build_command
-from glm5deploy.server.guard import kill_members
 from glm5deploy.server.model_facts import read_model_facts
+from glm5deploy.server.process import end_guarded, start_guarded
 from glm5deploy.server.settings import ServeSettings
 
 # What vLLM says, in its releases and on CPU and GPU, when it begins and ends to load weights.
@@ -94,15 +93,10 @@ class Engine:
         raise RuntimeError(f"vLLM was not ready within {seconds:.0f} s\n{self.tail()}")
 
     def stop(self) -> None:
-        if self.process.stdin is not None:
-            self.process.stdin.close()  # the guard ends the server then
-        else:
+        if self.process.stdin is None:  # no guard: it was to outlive this process
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_GRACE + 10)
-        kill_members(self.process.pid, spare=0)
-        self.process.wait()
+        end_guarded(self.process, _GRACE)
 
 
 def start(
@@ -122,14 +116,11 @@ def start(
     log = out / "serve.log"
     (out / "command.txt").write_text(command.shell() + "\n")
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            command.argv if outlive else [sys.executable, "-m", "glm5deploy.server.guard", str(_GRACE), *command.argv],
-            stdin=subprocess.DEVNULL if outlive else subprocess.PIPE,
-            stdout=file,
-            stderr=file,
-            env={**base, **command.env},
-            start_new_session=True,
-        )
+        env = {**base, **command.env}
+        if outlive:
+            process = subprocess.Popen(command.argv, stdout=file, stderr=file, env=env, start_new_session=True)
+        else:
+            process = start_guarded(command.argv, _GRACE, file, env)
     return Engine(process, settings, log)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import httpx
 import numpy as np
 
 from glm5deploy.server.command import vllm_launcher
-from glm5deploy.server.guard import kill_members
+from glm5deploy.server.process import end_guarded, start_guarded
 from tests.support.serving import free_port
 
 START_SECONDS = 300.0
@@ -138,16 +137,13 @@ def engine(
         **(variables or {}),
     }
     environment = {name: value for name, value in environment.items() if value}
-    command = [sys.executable, "-m", "glm5deploy.server.guard", str(GRACE_SECONDS), *command]  # survives no killed test
-    with served.log.open("w") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
+    with served.log.open("wb") as log:
+        process = start_guarded(command, GRACE_SECONDS, log, environment)  # survives no killed test
         try:
             _wait_until_healthy(served, process, start_seconds)
             yield served
         finally:
-            _stop(process)
+            end_guarded(process, GRACE_SECONDS)
 
 
 def _wait_until_healthy(served: Engine, process: subprocess.Popen[bytes], seconds: float) -> None:
@@ -160,19 +156,6 @@ def _wait_until_healthy(served: Engine, process: subprocess.Popen[bytes], second
         except httpx.TransportError:
             time.sleep(0.5)
     raise AssertionError(f"vLLM was not ready within {seconds:.0f} s\n{served.tail()}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Tell the guard, and end what it has not ended."""
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        process.wait(GRACE_SECONDS + 30)
-    except subprocess.TimeoutExpired:
-        print(f"the guard of the server was killed\n{process.args}")
-    finally:
-        kill_members(process.pid, spare=0)
-        process.wait()
 
 
 def _id(token: str) -> int:
