@@ -101,6 +101,11 @@ def changed_files(recorded: object) -> list[str]:
     return [reason for reason in reasons if reason is not None]
 
 
+def existing(path: Path) -> Path:
+    """``path``, or the nearest folder above it that is there."""
+    return next(there for there in (path, *path.parents) if there.exists())
+
+
 def free_bytes(path: Path) -> int:
     """Bytes that an ordinary user may still write in the file system that ``path`` is or will be on."""
-    return shutil.disk_usage(next(there for there in (path, *path.parents) if there.exists())).free
+    return shutil.disk_usage(existing(path)).free

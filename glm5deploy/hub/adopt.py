@@ -13,13 +13,11 @@ from pathlib import Path
 from glm5deploy.errors import DeployError
 from glm5deploy.files import sync_folder
 from glm5deploy.hub.choice import RemoteFile
-from glm5deploy.hub.hashing import FileHash, hash_into
+from glm5deploy.hub.hashing import FORBIDDEN, OUR_OWN, FileHash, hash_into
 
 _FICLONE = 0x40049409  # linux/fs.h: share the data blocks of another file
 _MOST_FILES = 100_000
 _COPY = 4 << 20
-_OUR_OWN = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""Errors of reading that say nothing about the file."""
 
 
 def find_copy(
@@ -45,11 +43,11 @@ def find_copy(
         try:
             hash_into(hasher, path, file.size, report=report, stop=stop)
         except OSError as error:
-            if error.errno in _OUR_OWN:
+            if error.errno in OUR_OWN:
                 raise
             reason = error.strerror or error
             note(f"{path} may be {file.name}, but cannot be read and is passed over: {reason}")
-            if error.errno in (errno.EACCES, errno.EPERM) and path.name == file.name:
+            if error.errno in FORBIDDEN and path.name == file.name:
                 hint = "make it readable, or leave --from out to fetch it"
                 refused = DeployError(f"{path} cannot be read: {reason}", hint=hint)
             continue

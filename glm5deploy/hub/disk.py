@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 from glm5deploy.errors import DeployError, DiskFullError
-from glm5deploy.files import free_bytes
+from glm5deploy.files import existing, free_bytes
 from glm5deploy.sizes import human_bytes
 
 _MOST_SLACK = 64 << 20  # records, logs and what other programs write meanwhile
@@ -15,11 +15,7 @@ _UNMERGED = "`glm5deploy run --no-merge` (GLM5DEPLOY_MERGE_MODE=never for fetch 
 
 def same_file_system(a: Path, b: Path) -> bool:
     """Both paths are, or will be, on one file system."""
-    while not a.exists():
-        a = a.parent
-    while not b.exists():
-        b = b.parent
-    return a.stat().st_dev == b.stat().st_dev
+    return existing(a).stat().st_dev == existing(b).stat().st_dev
 
 
 def require_room(destination: Path, missing: int, later: int) -> None:

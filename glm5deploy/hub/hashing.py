@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import threading
@@ -11,6 +12,9 @@ from pathlib import Path
 from glm5deploy.hub.choice import RemoteFile
 
 _READ = 4 << 20
+FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
+OUR_OWN = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Errors of reading that say nothing about what is stored: the file is not to be fetched again for them."""
 
 
 def prefix_step(size: int) -> int:

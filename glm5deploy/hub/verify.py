@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -13,16 +12,13 @@ from typing import Literal
 
 from glm5deploy.errors import DeployError
 from glm5deploy.hub.choice import RemoteFile
-from glm5deploy.hub.hashing import FileHash, first_difference, hash_into
+from glm5deploy.hub.hashing import FORBIDDEN, OUR_OWN, FileHash, first_difference, hash_into
 from glm5deploy.hub.partial import discard, partial_path
 from glm5deploy.hub.plan import FetchPlan
 from glm5deploy.hub.records import STATE_FOLDER, read_record, write_record
 from glm5deploy.progress import Progress, ProgressSink, ignore_progress
 
 State = Literal["verified", "unverified", "partial", "missing"]
-
-_NOT_ITS_CONTENT = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""Errors of reading that say nothing about what is stored: the file is not to be fetched again for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +187,7 @@ def _judge(
         hash_into(hasher, path, size, report=report, stop=stop)
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.errno in _NOT_ITS_CONTENT:
+        if error.errno in FORBIDDEN | OUR_OWN:
             hint = "that is no damage; put it right and run again"
             raise DeployError(f"{path} cannot be read: {reason}", hint=hint) from error
         return Verdict(file, path, "unreadable", f"{path} cannot be read after byte {hasher.count}: {reason}")

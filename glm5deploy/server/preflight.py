@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from glm5deploy.checks import Check
-from glm5deploy.files import free_bytes
+from glm5deploy.files import existing, free_bytes
 from glm5deploy.server.api_key import ApiKey
 from glm5deploy.server.model_facts import ModelFacts
 from glm5deploy.server.settings import ServeSettings
@@ -83,7 +83,7 @@ def check_exposure(settings: ServeSettings, key: ApiKey | None) -> Check:
 
 def check_log(log: Path) -> Check:
     """Whether the log can be written, and the disk has room for it. Writes nothing."""
-    there = next(path for path in (log, *log.parents) if path.exists())
+    there = existing(log)
     if (there != log and not there.is_dir()) or not os.access(there, os.W_OK):
         what = "is no folder" if there != log and not there.is_dir() else "cannot be written"
         return Check("log", "fail", f"no log at {log}: {there} {what}", "choose another folder with --workdir")
