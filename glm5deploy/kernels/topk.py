@@ -85,17 +85,12 @@ def select_topk(
     if rows == 0:
         return out
     first = lengths if starts is None else starts
+    row_arguments = (logits, first, lengths, out, k, logits.stride(0), out.stride(0))
     if steps := config.step(width):
         from glm5deploy.kernels.topk_steps import topk_steps_kernel  # needs Gluon: `steps_ready`
 
         topk_steps_kernel[(rows,)](
-            logits,
-            first,
-            lengths,
-            out,
-            k,
-            logits.stride(0),
-            out.stride(0),
+            *row_arguments,
             HAS_STARTS=starts is not None,
             WARPS=steps.warps,
             GROUPS=steps.groups,
@@ -108,13 +103,7 @@ def select_topk(
         return out
     if warps := config.block(width):
         topk_block_kernel[(rows,)](
-            logits,
-            first,
-            lengths,
-            out,
-            k,
-            logits.stride(0),
-            out.stride(0),
+            *row_arguments,
             HAS_STARTS=starts is not None,
             WARPS=warps,
             ASM=logits.is_cuda,

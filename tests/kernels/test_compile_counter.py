@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.compiling import compiling
+
 CHILD = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -39,14 +37,9 @@ print(heard)
 
 def test_every_variant_is_written_down_with_its_phase(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"GLM5DEPLOY_COMPILE_LOG": str(log), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
+    printed = compiling("-c", CHILD, GLM5DEPLOY_COMPILE_LOG=str(log), TRITON_CACHE_DIR=str(tmp_path / "cache"))
     name = "glm5deploy.kernels.sparse_mla.combine_splits_kernel"
-    assert run.stdout.splitlines() == [
+    assert printed == [
         f"LATE {name} True",
         f"LATE {name} False",
         f"[['{name}'], 'first', False, False, 2048, 0]",

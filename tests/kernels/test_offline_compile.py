@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import pkgutil
-import subprocess
-import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
 import glm5deploy.kernels
 from glm5deploy.kernels.tuning import SHARED_LIMIT
-
-ROOT = Path(__file__).parents[2]
+from tests.support.compiling import compiling
 
 
 def kernels() -> set[str]:
@@ -30,17 +25,7 @@ def kernels() -> set[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_every_configuration_fits_every_gpu() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_all"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    results = [json.loads(line) for line in run.stdout.splitlines()]
+    results = [json.loads(line) for line in compiling("-m", "tests.kernels.compile_all")]
     assert {r["arch"] for r in results} == set(SHARED_LIMIT)
     assert {r["kernel"] for r in results} == kernels()
     too_large = [r for r in results if r["shared"] > SHARED_LIMIT[r["arch"]]]

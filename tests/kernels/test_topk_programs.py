@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.kernels.ptx_program import Program
-
-ROOT = Path(__file__).parents[2]
+from tests.support.compiling import compiling
 
 
 @pytest.mark.timeout(300)
 def test_compiled_selection_equals_the_reference() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kernels.topk_programs"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    results = [json.loads(line) for line in run.stdout.splitlines()]
+    results = [json.loads(line) for line in compiling("-m", "tests.kernels.topk_programs")]
     assert {r["kernel"] for r in results} == {"topk_steps_kernel", "topk_block_kernel"}
     assert len(results) == 13
     assert not [r for r in results if r["wrong"]]

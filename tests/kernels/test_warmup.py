@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,16 +11,11 @@ from glm5deploy.kernels import warmup
 from glm5deploy.kernels.prepare import Launch, first_of_each, prepare
 from glm5deploy.kernels.topk import topk_variant
 from glm5deploy.kernels.tuning import Gpu
-
-ROOT = Path(__file__).parents[2]
+from tests.support.compiling import compiling
 
 
 def compared(arch: int) -> dict[str, list[str]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.launch_keys", str(arch)]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    found: dict[str, list[str]] = json.loads(run.stdout.splitlines()[-1])
+    found: dict[str, list[str]] = json.loads(compiling("-m", "tests.kernels.launch_keys", str(arch), timeout=300)[-1])
     return found
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from glm5deploy.quants.formats import FORMATS
+from tests.support.compiling import compiling
 
 # KiB of shared memory a program may have (CUDA programming guide, "Technical Specifications per Compute Capability")
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99}
@@ -22,12 +19,8 @@ FEW_SPILL, MANY_SPILL = 64, 1024
 
 
 def compiled(capability: int, *cases: str) -> list[dict[str, int]]:
-    root = Path(__file__).parents[2]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(root)}
-    command = [sys.executable, "-m", "tests.quants.compile_check", str(capability), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=800, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = compiling("-m", "tests.quants.compile_check", str(capability), *cases, timeout=800)
+    found = [json.loads(line) for line in lines]
     assert [f["case"] for f in found] == list(cases)
     return found
 

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.compiling import compiling
 
 
 def compared() -> dict[str, list[str]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.vllm_plugin.product_keys"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    found: dict[str, list[str]] = json.loads(run.stdout.splitlines()[-1])
+    found: dict[str, list[str]] = json.loads(compiling("-m", "tests.vllm_plugin.product_keys", timeout=300)[-1])
     return found
 
 
