@@ -77,5 +77,5 @@ def test_the_setting(settings: Any, chosen: str) -> None:
 
 
 def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be one of off, latent, query, not 'all'"):
+    with pytest.raises(ValueError, match="must be one of off, latent, query, experts, not 'all'"):
         fusion(SimpleNamespace(additional_config={"glm5_fusion": "all"}))
