@@ -7,6 +7,81 @@ import triton
 import triton.language as tl
 
 from glm5deploy.kernels.fp8 import e4m3_to_f32, f32_to_e4m3, power_of_two_scale
+from glm5deploy.kernels.rope import rotate_pairs
+
+
+@triton.jit
+def prepare_query(
+    q, weights, positions, cos_sin, q_out, weights_out, factor, i_t, stride_q_t, stride_q_j, stride_weights,
+    J: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
+    """One token's index queries: RoPE, quantisation, and their scales in the head weights."""
+    o_j = tl.arange(0, J)
+    o_half = tl.arange(0, 32)
+    o_rest = tl.arange(0, 64)
+    i_position = tl.load(positions + i_t).to(tl.int64)
+    # The queries come in while the angles' loads wait for the position.
+    p_q = q + i_t * stride_q_t + o_j[:, None] * stride_q_j
+    b_even = tl.load(p_q + 2 * o_half[None, :]).to(tl.float32)  # [J, 32]
+    b_odd = tl.load(p_q + 2 * o_half[None, :] + 1).to(tl.float32)
+    b_rest = tl.load(p_q + 64 + o_rest[None, :]).to(tl.float32)  # [J, 64]
+    b_w = tl.load(weights + i_t * stride_weights + o_j).to(tl.float32)
+    p_angle = cos_sin + i_position * 64
+    b_cos = tl.load(p_angle + o_half).to(tl.float32)
+    b_sin = tl.load(p_angle + 32 + o_half).to(tl.float32)
+    b_even, b_odd = rotate_pairs(b_even, b_odd, b_cos[None, :], b_sin[None, :])
+    # Rounded to q's type, as the model does when RoPE is an operation of its own.
+    b_even = b_even.to(q.dtype.element_ty).to(tl.float32)
+    b_odd = b_odd.to(q.dtype.element_ty).to(tl.float32)
+    b_amax = tl.maximum(tl.max(tl.abs(b_even), axis=1), tl.max(tl.abs(b_odd), axis=1))
+    b_amax = tl.maximum(b_amax, tl.max(tl.abs(b_rest), axis=1))
+    b_scale, b_inverse = power_of_two_scale(b_amax)  # [J]
+    b_even = f32_to_e4m3(b_even * b_inverse[:, None])
+    b_odd = f32_to_e4m3(b_odd * b_inverse[:, None])
+    b_rest = f32_to_e4m3(b_rest * b_inverse[:, None])
+    p_out = q_out + (i_t * J + o_j[:, None]) * 128
+    if CODES:
+        tl.store(p_out + 2 * o_half[None, :], b_even)
+        tl.store(p_out + 2 * o_half[None, :] + 1, b_odd)
+        tl.store(p_out + 64 + o_rest[None, :], b_rest)
+    else:
+        tl.store(p_out + 2 * o_half[None, :], e4m3_to_f32(b_even).to(q_out.dtype.element_ty))
+        tl.store(p_out + 2 * o_half[None, :] + 1, e4m3_to_f32(b_odd).to(q_out.dtype.element_ty))
+        tl.store(p_out + 64 + o_rest[None, :], e4m3_to_f32(b_rest).to(q_out.dtype.element_ty))
+    tl.store(weights_out + i_t * J + o_j, b_w * b_scale * factor)
+
+
+@triton.jit
+def prepare_keys(k, weight, bias, positions, cos_sin, eps, tokens, stride_k, o_t):
+    """LayerNorm and RoPE of the index keys o_t, [BT, 32] of even dimensions, of odd ones and [BT, 64], in k's type."""
+    m_t = (o_t < tokens)[:, None]
+    o_even = 2 * tl.arange(0, 32)
+    o_rest = 64 + tl.arange(0, 64)
+    i_position = tl.load(positions + o_t, mask=o_t < tokens, other=0).to(tl.int64)
+    # All that waits for nothing comes before what waits for the position.
+    p_k = k + o_t[:, None] * stride_k
+    b_even = tl.load(p_k + o_even[None, :], mask=m_t, other=0.0).to(tl.float32)
+    b_odd = tl.load(p_k + o_even[None, :] + 1, mask=m_t, other=0.0).to(tl.float32)
+    b_rest = tl.load(p_k + o_rest[None, :], mask=m_t, other=0.0).to(tl.float32)
+    b_weight_even, b_bias_even = tl.load(weight + o_even)[None, :], tl.load(bias + o_even)[None, :]
+    b_weight_odd, b_bias_odd = tl.load(weight + o_even + 1)[None, :], tl.load(bias + o_even + 1)[None, :]
+    b_weight_rest, b_bias_rest = tl.load(weight + o_rest)[None, :], tl.load(bias + o_rest)[None, :]
+    p_angle = cos_sin + i_position[:, None] * 64 + tl.arange(0, 32)[None, :]
+    b_cos = tl.load(p_angle, mask=m_t, other=0.0).to(tl.float32)
+    b_sin = tl.load(p_angle + 32, mask=m_t, other=0.0).to(tl.float32)
+    b_mean = (tl.sum(b_even, axis=1) + tl.sum(b_odd, axis=1) + tl.sum(b_rest, axis=1)) / 128
+    b_even -= b_mean[:, None]
+    b_odd -= b_mean[:, None]
+    b_rest -= b_mean[:, None]
+    b_squares = tl.sum(b_even * b_even, axis=1) + tl.sum(b_odd * b_odd, axis=1) + tl.sum(b_rest * b_rest, axis=1)
+    b_factor = (1.0 / tl.sqrt(b_squares / 128 + eps))[:, None]
+    # Rounded to k's type after the norm and after RoPE, as the model does with each an operation of its own.
+    DTYPE: tl.constexpr = k.dtype.element_ty
+    b_even = (b_even * b_factor * b_weight_even + b_bias_even).to(DTYPE).to(tl.float32)
+    b_odd = (b_odd * b_factor * b_weight_odd + b_bias_odd).to(DTYPE).to(tl.float32)
+    b_rest = b_rest * b_factor * b_weight_rest + b_bias_rest
+    b_even, b_odd = rotate_pairs(b_even, b_odd, b_cos, b_sin)
+    return b_even.to(DTYPE), b_odd.to(DTYPE), b_rest.to(DTYPE)
 
 
 @triton.jit(
@@ -27,36 +102,8 @@ def prepare_query_kernel(
     CODES: tl.constexpr,
 ):
     i_t = tl.program_id(0).to(tl.int64)
-    o_j = tl.arange(0, J)
-    o_half = tl.arange(0, 32)
-    o_rest = tl.arange(0, 64)
-    p_angle = cos_sin + tl.load(positions + i_t).to(tl.int64) * 64
-    b_cos = tl.load(p_angle + o_half).to(tl.float32)
-    b_sin = tl.load(p_angle + 32 + o_half).to(tl.float32)
-    p_q = q + i_t * stride_q_t + o_j[:, None] * stride_q_j
-    b_even = tl.load(p_q + 2 * o_half[None, :]).to(tl.float32)  # [J, 32]
-    b_odd = tl.load(p_q + 2 * o_half[None, :] + 1).to(tl.float32)
-    b_rest = tl.load(p_q + 64 + o_rest[None, :]).to(tl.float32)  # [J, 64]
-    # Rounded to q's type, as the model does when RoPE is an operation of its own.
-    b_new = (b_even * b_cos[None, :] - b_odd * b_sin[None, :]).to(q.dtype.element_ty).to(tl.float32)
-    b_odd = (b_odd * b_cos[None, :] + b_even * b_sin[None, :]).to(q.dtype.element_ty).to(tl.float32)
-    b_amax = tl.maximum(tl.max(tl.abs(b_new), axis=1), tl.max(tl.abs(b_odd), axis=1))
-    b_amax = tl.maximum(b_amax, tl.max(tl.abs(b_rest), axis=1))
-    b_scale, b_inverse = power_of_two_scale(b_amax)  # [J]
-    b_new = f32_to_e4m3(b_new * b_inverse[:, None])
-    b_odd = f32_to_e4m3(b_odd * b_inverse[:, None])
-    b_rest = f32_to_e4m3(b_rest * b_inverse[:, None])
-    p_out = q_out + (i_t * J + o_j[:, None]) * 128
-    if CODES:
-        tl.store(p_out + 2 * o_half[None, :], b_new)
-        tl.store(p_out + 2 * o_half[None, :] + 1, b_odd)
-        tl.store(p_out + 64 + o_rest[None, :], b_rest)
-    else:
-        tl.store(p_out + 2 * o_half[None, :], e4m3_to_f32(b_new).to(q_out.dtype.element_ty))
-        tl.store(p_out + 2 * o_half[None, :] + 1, e4m3_to_f32(b_odd).to(q_out.dtype.element_ty))
-        tl.store(p_out + 64 + o_rest[None, :], e4m3_to_f32(b_rest).to(q_out.dtype.element_ty))
-    b_w = tl.load(weights + i_t * stride_weights + o_j).to(tl.float32)
-    tl.store(weights_out + i_t * J + o_j, b_w * b_scale * factor)
+    strides = stride_q_t, stride_q_j, stride_weights
+    prepare_query(q, weights, positions, cos_sin, q_out, weights_out, factor, i_t, *strides, J, CODES)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions"])
@@ -73,32 +120,13 @@ def prepare_key_kernel(
     BT: tl.constexpr,
 ):
     o_t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    b_even, b_odd, b_rest = prepare_keys(k, weight, bias, positions, cos_sin, eps, tokens, stride_k, o_t)
     m_t = (o_t < tokens)[:, None]
-    o_even = 2 * tl.arange(0, 32)
-    o_rest = 64 + tl.arange(0, 64)
-    p_k = k + o_t[:, None] * stride_k
-    b_even = tl.load(p_k + o_even[None, :], mask=m_t, other=0.0).to(tl.float32)  # [BT, 32]
-    b_odd = tl.load(p_k + o_even[None, :] + 1, mask=m_t, other=0.0).to(tl.float32)
-    b_rest = tl.load(p_k + o_rest[None, :], mask=m_t, other=0.0).to(tl.float32)  # [BT, 64]
-    b_mean = (tl.sum(b_even, axis=1) + tl.sum(b_odd, axis=1) + tl.sum(b_rest, axis=1)) / 128
-    b_even -= b_mean[:, None]
-    b_odd -= b_mean[:, None]
-    b_rest -= b_mean[:, None]
-    b_squares = tl.sum(b_even * b_even, axis=1) + tl.sum(b_odd * b_odd, axis=1) + tl.sum(b_rest * b_rest, axis=1)
-    b_factor = (1.0 / tl.sqrt(b_squares / 128 + eps))[:, None]
-    # Rounded to k's type after the norm and after RoPE, as the model does with each an operation of its own.
-    b_even = b_even * b_factor * tl.load(weight + o_even)[None, :] + tl.load(bias + o_even)[None, :]
-    b_odd = b_odd * b_factor * tl.load(weight + o_even + 1)[None, :] + tl.load(bias + o_even + 1)[None, :]
-    b_rest = b_rest * b_factor * tl.load(weight + o_rest)[None, :] + tl.load(bias + o_rest)[None, :]
-    b_even = b_even.to(k.dtype.element_ty).to(tl.float32)
-    b_odd = b_odd.to(k.dtype.element_ty).to(tl.float32)
-    p_angle = cos_sin + tl.load(positions + o_t, mask=o_t < tokens, other=0).to(tl.int64)[:, None] * 64
-    b_cos = tl.load(p_angle + tl.arange(0, 32)[None, :], mask=m_t, other=0.0).to(tl.float32)
-    b_sin = tl.load(p_angle + 32 + tl.arange(0, 32)[None, :], mask=m_t, other=0.0).to(tl.float32)
     p_out = k_out + o_t[:, None] * 128
-    tl.store(p_out + o_even[None, :], (b_even * b_cos - b_odd * b_sin).to(k_out.dtype.element_ty), mask=m_t)
-    tl.store(p_out + o_even[None, :] + 1, (b_odd * b_cos + b_even * b_sin).to(k_out.dtype.element_ty), mask=m_t)
-    tl.store(p_out + o_rest[None, :], b_rest.to(k_out.dtype.element_ty), mask=m_t)
+    p_even = p_out + 2 * tl.arange(0, 32)[None, :]
+    tl.store(p_even, b_even, mask=m_t)
+    tl.store(p_even + 1, b_odd, mask=m_t)
+    tl.store(p_out + 64 + tl.arange(0, 64)[None, :], b_rest, mask=m_t)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots"])

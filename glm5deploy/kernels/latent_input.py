@@ -17,6 +17,7 @@ import triton.language as tl
 from glm5deploy.kernels.latent_cache import cache_views, rope_offset, store_latent_row
 from glm5deploy.kernels.layout import LATENT_DIM, QK_DIM, ROPE_DIM, require
 from glm5deploy.kernels.reference import rope_interleaved
+from glm5deploy.kernels.rope import rotate_pairs
 
 
 @triton.jit(do_not_specialize=["stored"], do_not_specialize_on_alignment=["positions", "slots"])
@@ -64,8 +65,9 @@ def latent_input_kernel(
         b_sin = tl.load(p_angle + 32).to(tl.float32)
         b_mean = tl.sum(tl.sum(b_latent * b_latent, axis=1), axis=0) / 512
         b_latent = (b_latent * tl.rsqrt(b_mean + eps) * b_weight).to(x.dtype.element_ty)
-        b_first = (b_even * b_cos - b_odd * b_sin).to(x.dtype.element_ty)
-        b_second = (b_odd * b_cos + b_even * b_sin).to(x.dtype.element_ty)
+        b_first, b_second = rotate_pairs(b_even, b_odd, b_cos, b_sin)
+        b_first = b_first.to(x.dtype.element_ty)
+        b_second = b_second.to(x.dtype.element_ty)
         if i_slot >= 0:
             store_latent_row(b_latent, cache, cache_scales, i_slot, stride_block, BLOCK, PACKED)
             p_rope = cache_ropes + rope_offset(i_slot, stride_block, BLOCK, PACKED) + o_even

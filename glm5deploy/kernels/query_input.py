@@ -14,6 +14,7 @@ import triton.language as tl
 from glm5deploy.kernels.latent_cache import token_stride
 from glm5deploy.kernels.layout import LATENT_DIM, ROPE_DIM, require
 from glm5deploy.kernels.reference import rope_interleaved
+from glm5deploy.kernels.rope import rotate_pairs
 
 _TILE_TOKENS = 16
 MOST_TOKENS = _TILE_TOKENS
@@ -58,8 +59,9 @@ def rotate(
     b_cos = tl.load(p_angle).to(tl.float32)
     b_sin = tl.load(p_angle + 32).to(tl.float32)
     p_out = rope_out + (o_t[:, None] * H + i_h) * 64 + 2 * o_p[None, :]
-    tl.store(p_out, (b_even * b_cos - b_odd * b_sin).to(rope_out.dtype.element_ty), mask=m_t)
-    tl.store(p_out + 1, (b_odd * b_cos + b_even * b_sin).to(rope_out.dtype.element_ty), mask=m_t)
+    b_first, b_second = rotate_pairs(b_even, b_odd, b_cos, b_sin)
+    tl.store(p_out, b_first.to(rope_out.dtype.element_ty), mask=m_t)
+    tl.store(p_out + 1, b_second.to(rope_out.dtype.element_ty), mask=m_t)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions"])
