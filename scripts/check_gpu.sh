@@ -88,7 +88,7 @@ run() {
   case $name in
     kernels) tests tests/kernels tests/quants ;;
     products) script bench_quants.py --out "$out/products.json" --jobs "$(nproc)" ;;
-    types) tests -m "" tests/quants/test_products.py tests/quants/test_across.py ;; # most of them run anywhere and are not marked
+    types) tests -m "" tests/quants/test_products.py ;; # most of them run anywhere and are not marked
     sparse) script bench_sparse_mla.py --json "$out/sparse.json" ;;
     indexer) script bench_indexer.py --json "$out/indexer.json" ;;
     engine) tests tests/vllm_plugin/test_gpu.py ;;

@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from glm5deploy.quants.early import let_next, wait_for_previous
 from glm5deploy.quants.scales import DENSE, group_scale, group_tiles, has_minimum, load_scales
 from glm5deploy.quants.tile_product import add_super, load_x
 from glm5deploy.quants.unpack import excess, load_codes, weight_tile
@@ -40,12 +39,9 @@ def add_parts(at, stride, ok, PARTS):
 @triton.jit(do_not_specialize=["M", "SUPERS", "PARTS", "y_stride"])
 def linear_kernel(
     x, low, high, words, halves, y, parts, tickets, M, N, K, x_stride, y_stride, SUPERS, PARTS,
-    FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Grid (M tiles, N tiles, PARTS). parts fp32 [PARTS, M, N]; tickets int32 [tiles], zero between launches."""
-    let_next(EARLY)
-    x += wait_for_previous(EARLY)
     i_m, i_n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m = (i_m * BM + tl.arange(0, BM)).to(tl.int64)
     n = i_n * BN + tl.arange(0, BN)

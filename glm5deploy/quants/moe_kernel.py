@@ -13,20 +13,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from glm5deploy.quants.early import let_next, wait_for_previous
 from glm5deploy.quants.linear_kernel import add_parts, arrive
 from glm5deploy.quants.tile_product import add_span, add_super, load_super, load_x
 
 
 @triton.jit(do_not_specialize=["P"])
-def sort_kernel(ids, order, work, P, E, BM: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
+def sort_kernel(ids, order, work, P, E, BM: tl.constexpr, CHUNK: tl.constexpr):
     """Pairs by expert, cut into chunks of at most BM pairs of one expert. Grid (E); ids < 0 are left out.
 
     order int32 [P]; work int32 [E + P // BM, 3]: expert, first place in ``order``, pairs (0: nothing to do). Expert
     e's chunks start at entry e + before // BM, where ``before`` pairs have smaller ids: all entries are written once.
     """
-    let_next(EARLY)
-    ids += wait_for_previous(EARLY)
     e = tl.program_id(0)
     before = 0
     mine = 0
@@ -91,16 +88,13 @@ def pairs_of(ids, order, work, item, P, PAIRS: tl.constexpr, BM: tl.constexpr):
 def gate_up_kernel(
     x, gl, gh, gw, gs, ul, uh, uw, us, ids, order, work, hidden, parts, tickets, P, N, K, x_stride, SUPERS, PARTS,
     G: tl.constexpr, U: tl.constexpr, TOPK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    PAIRS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    PAIRS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """hidden [P, N] = silu(gate x) * up x. parts fp32 [PARTS, P, 2N]; tickets int32 [P, N tiles], zero.
 
     Grid (N tiles, P, PARTS) where pairs are searched for, (N tiles, work items, PARTS) where they are sorted.
     """
-    let_next(EARLY)
-    zero = wait_for_previous(EARLY)
-    x += zero
-    pairs, count, e = pairs_of(ids + zero, order + zero, work + zero, tl.program_id(1), P, PAIRS, BM)
+    pairs, count, e = pairs_of(ids, order, work, tl.program_id(1), P, PAIRS, BM)
     if count > 0:
         part = tl.program_id(2)
         i_n = tl.program_id(0)
@@ -138,17 +132,13 @@ def gate_up_kernel(
 def down_kernel(
     hidden, low, high, words, halves, ids, order, work, weights, terms, P, N, K, SUPERS, TILES,
     FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
-    ONE: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """terms [P, N] = weight * (down hidden), for ``sum_kernel``. ONE: SUPERS is 1, and hidden units are read once.
 
     Grid (spans of TILES * BN outputs, P or work items), as in ``gate_up_kernel``.
     """
-    let_next(EARLY)
-    zero = wait_for_previous(EARLY)
-    hidden += zero
-    weights += zero
-    pairs, count, e = pairs_of(ids + zero, order + zero, work + zero, tl.program_id(1), P, PAIRS, BM)
+    pairs, count, e = pairs_of(ids, order, work, tl.program_id(1), P, PAIRS, BM)
     if count > 0:
         m_ok = tl.arange(0, BM) < count
         wide = pairs.to(tl.int64)
@@ -171,15 +161,11 @@ def down_kernel(
 
 
 @triton.jit
-def sum_kernel(terms, ids, out, N, TOPK: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr):
+def sum_kernel(terms, ids, out, N, TOPK: tl.constexpr, BN: tl.constexpr):
     """out [T, N] = sum of a token's terms [TOPK, N], in the order of slots; pairs without an expert have none.
 
     Grid (T, N / BN).
     """
-    let_next(EARLY)
-    zero = wait_for_previous(EARLY)
-    terms += zero
-    ids += zero
     pair = tl.program_id(0).to(tl.int64) * TOPK
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros([BN], tl.float32)

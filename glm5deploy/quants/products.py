@@ -13,8 +13,8 @@ from functools import lru_cache
 import torch
 import triton
 
-from glm5deploy.quants import across, launch
-from glm5deploy.quants.arguments import early_options, kernel_format, pointers, row_stride
+from glm5deploy.quants import launch
+from glm5deploy.quants.arguments import kernel_format, pointers, row_stride
 from glm5deploy.quants.counters import part_memory
 from glm5deploy.quants.linear_kernel import dense_kernel, linear_kernel
 from glm5deploy.quants.moe_kernel import down_kernel, gate_up_kernel, sort_kernel, sum_kernel
@@ -58,8 +58,6 @@ def _linear_launch(m: int, planes: Planes, device: torch.device) -> launch.Launc
     """None where weights are unpacked for cuBLAS."""
     if m >= launch.DENSE_TOKENS:
         return None
-    if m == 1 and launch.ACROSS and (found := across.linear_launch((planes,))):
-        return found
     return launch.linear_launch(m, planes.rows, planes.supers, *_gpu(device))
 
 
@@ -86,52 +84,29 @@ def linear(
             stop = min(n, start + step)
             torch.matmul(x, unpack_rows(planes, start, stop, x.dtype).T, out=out[:, start:stop])
         return out
-    if c.across:
-        across.linear(x, (planes,), out, c)
-        return out
     grid = (triton.cdiv(m, c.bm), triton.cdiv(n, c.bn), c.parts)
     parts, tickets = part_memory(c.parts, m, n, grid[0] * grid[1], x.device)
     linear_kernel[grid](
         x, *pointers(planes), out, parts, tickets, m, n, planes.columns, row_stride(x), out.stride(0), planes.supers,
         c.parts, FMT=kernel_format(planes.format), BN=c.bn, BM=c.bm, STAGES=c.stages,
         EVEN=planes.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=c.warps,
-        **early_options(c.early, x.device),
     )  # fmt: skip
     return out
 
 
-def _pair_launch(m: int, first: Planes, second: Planes) -> launch.Launch | None:
-    """None where the two are launches of their own."""
-    return across.linear_launch((first, second)) if m == 1 and launch.ACROSS else None
-
-
 def linear_pair_key(tokens: int, first: Planes, second: Planes, device: torch.device) -> Hashable:
     """As ``linear_key``, of ``linear_pair``."""
-    c = _pair_launch(tokens, first, second)
-    return ("pair", c.variant) if c else (linear_key(tokens, first, device), linear_key(tokens, second, device))
+    return linear_key(tokens, first, device), linear_key(tokens, second, device)
 
 
-def linear_pair(
-    x: torch.Tensor,
-    first: Planes,
-    second: Planes,
-    out: torch.Tensor | None = None,
-    config: launch.Launch | None = None,
-) -> torch.Tensor:
-    """x bf16 [M, K] times two weights (E = 1) of any types: [M, rows of both], side by side, in x's type.
-
-    One launch for one token where the launch table says so, or ``config``; else two calls of ``linear``.
-    """
+def linear_pair(x: torch.Tensor, first: Planes, second: Planes, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x bf16 [M, K] times two weights (E = 1) of any types: [M, rows of both], side by side, in x's type."""
     _check(x, first)
     _check(x, second)
     if out is None:
         out = torch.empty((x.shape[0], first.rows + second.rows), dtype=x.dtype, device=x.device)
-    c = config or _pair_launch(x.shape[0], first, second)
-    if c is not None:
-        across.linear(x, (first, second), out, c)
-    else:
-        linear(x, first, out[:, : first.rows])
-        linear(x, second, out[:, first.rows :])
+    linear(x, first, out[:, : first.rows])
+    linear(x, second, out[:, first.rows :])
     return out
 
 
@@ -155,11 +130,9 @@ def _moe_launch(
     configs: tuple[launch.Launch, launch.Launch] | None = None,
 ) -> _MoeLaunch:
     pairs, experts, (processors, _) = tokens * topk, gate.experts, _gpu(device)
-    one = tokens == 1 and launch.ACROSS
     a, b = configs or (
-        (one and across.gate_up_launch(gate, up))
-        or launch.gate_up_launch(pairs, experts, gate.rows, gate.supers, processors),
-        (one and across.down_launch(down, topk)) or launch.down_launch(pairs, experts, down.rows, processors),
+        launch.gate_up_launch(pairs, experts, gate.rows, gate.supers, processors),
+        launch.down_launch(pairs, experts, down.rows, processors),
     )
     search = 1 if tokens == 1 else launch.SEARCH_PAIRS if pairs <= launch.SEARCH_PAIRS else 0
     return _MoeLaunch(a, b, search, pairs <= EXACT_TERMS)
@@ -216,9 +189,7 @@ def _find_pairs(ids: torch.Tensor, experts: int, c: _MoeLaunch) -> _Work:
         raise ValueError(f"sorted pairs are cut for {bm} tokens and would be multiplied by {c.down.bm}")
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     work = torch.empty((experts + pairs // bm, 3), dtype=torch.int32, device=ids.device)
-    sort_kernel[(experts,)](
-        ids, order, work, pairs, experts, BM=bm, CHUNK=1024, num_warps=4, **early_options(c.gate_up.early, ids.device)
-    )
+    sort_kernel[(experts,)](ids, order, work, pairs, experts, BM=bm, CHUNK=1024, num_warps=4)
     return order, work
 
 
@@ -226,9 +197,6 @@ def _gate_up(
     x: torch.Tensor, gate: Planes, up: Planes, ids: torch.Tensor, work: _Work, hidden: torch.Tensor, c: _MoeLaunch
 ) -> None:
     a, (pairs, n) = c.gate_up, hidden.shape
-    if a.across:
-        across.gate_up(x, gate, up, ids, hidden, a)
-        return
     blocks, items = triton.cdiv(n, a.bn), pairs if c.search else work[1].shape[0]
     parts, tickets = part_memory(a.parts, pairs, 2 * n, pairs * blocks, x.device)
     gate_up_kernel[(blocks, items, a.parts)](
@@ -236,7 +204,6 @@ def _gate_up(
         row_stride(x), gate.supers, a.parts, G=kernel_format(gate.format), U=kernel_format(up.format),
         TOPK=ids.shape[1], BN=a.bn, BM=a.bm, PAIRS=c.search, STAGES=a.stages,
         EVEN=gate.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=a.warps,
-        **early_options(a.early, x.device),
     )  # fmt: skip
 
 
@@ -250,17 +217,12 @@ def _down(
     c: _MoeLaunch,
 ) -> None:
     b, (pairs, n), device = c.down, hidden.shape, hidden.device
-    if b.across:
-        across.down(hidden, down, ids, weights, out, b)
-        return
     items = pairs if c.search else work[1].shape[0]
     terms = torch.empty((pairs, down.rows), dtype=torch.float32 if c.exact else hidden.dtype, device=device)
     down_kernel[(triton.cdiv(down.rows, b.bn * b.tiles), items)](
         hidden, *pointers(down), ids, *work, weights, terms, pairs, down.rows, n, down.supers, b.tiles,
         FMT=kernel_format(down.format), BN=b.bn, BM=b.bm, PAIRS=c.search, STAGES=b.stages,
         ONE=down.supers == 1, EVEN=n % 256 == 0, PTX=hidden.dtype == torch.bfloat16, num_warps=b.warps,
-        **early_options(b.early, device),
     )  # fmt: skip
-    sum_kernel[(ids.shape[0], triton.cdiv(down.rows, SUM_SPAN))](
-        terms, ids, out, down.rows, TOPK=ids.shape[1], BN=SUM_SPAN, num_warps=4, **early_options(b.early, device)
-    )
+    grid = (ids.shape[0], triton.cdiv(down.rows, SUM_SPAN))
+    sum_kernel[grid](terms, ids, out, down.rows, TOPK=ids.shape[1], BN=SUM_SPAN, num_warps=4)

@@ -132,15 +132,10 @@ def code_tile(w, h, I: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def load_plane(plane, sb, n, N, WIDTH: tl.constexpr):
-    """A super-block's WIDTH parts of a plane, [BN, 16] each. sb counts super-blocks; n int32 [BN] rows, all below N.
-
-    Of several super-blocks, sb [E, 1] and n [1, BN], in a plane or in [E, 1] of them, parts are [E, BN, 16].
-    """
+    """A super-block's WIDTH parts of a plane, [BN, 16] each. sb counts super-blocks; n int32 [BN] rows, all below N."""
     parts = ()
     start = plane + tl.cast(N, tl.int64) * 16 * sb * WIDTH
-    if len(start.shape) > 0:
-        start = tl.expand_dims(start, -1)
-    at = tl.expand_dims(n, -1) * 16 + tl.arange(0, 16)
+    at = n[:, None] * 16 + tl.arange(0, 16)[None, :]
     for p in tl.static_range(WIDTH):
         parts = parts + (tl.load(start + N * 16 * p + at),)
     return parts

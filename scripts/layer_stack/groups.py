@@ -26,7 +26,6 @@ OTHER = "other"
 _FILES = {
     "linear_kernel": LINEAR,
     "unpack": LINEAR,
-    "across_kernel": LINEAR,
     "moe_kernel": MOE,
     "sparse_mla": ATTENTION,
     "sparse_mla_hopper": ATTENTION,

@@ -1,18 +1,17 @@
 """A decoded token's products, each with the launch that the table takes and with those that may be quicker.
 
-A variant is checked against fp32 first; what is not right is not timed. Launches that begin early can show little here,
-where calls do not depend on each other: decode_chain.py times a layer's sequence.
+A variant is checked against fp32 first; what is not right is not timed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from glm5deploy.kernels.measure import graph_time
-from glm5deploy.quants import across, launch, products
+from glm5deploy.quants import launch, products
 from glm5deploy.quants.launch import Launch
 from glm5deploy.quants.planes import Planes
 from quant_speed import cases
@@ -51,44 +50,24 @@ def _gpu() -> int:
     return torch.cuda.get_device_properties(0).multi_processor_count
 
 
-def _entries(planes: Planes, found: Launch, count: int) -> Launch:
-    """``found`` with ``count`` super-blocks at a time and as many copies under way."""
-    buffers = max(1, min(planes.supers // count, (found.stages - 1) * found.across // count))
-    return replace(found, across=count, warps=count, stages=buffers + 1)
-
-
 def linear_variants(weights: Weights, rows: tuple[int, ...], tokens: int) -> dict[str, Launch | None]:
-    """For weights of ``rows`` rows; None is the table's choice, two launches for two weights."""
-    found: dict[str, Launch | None] = {"table": None}
-    if len(weights) == 1:
-        table = launch.linear_launch(tokens, rows[0], weights[0].supers, _gpu())
-        found = {"table": table, "table early": replace(table, early=True)}
-    spread = across.linear_launch(weights) if tokens == 1 else None
-    if spread is not None:
-        found |= {"across": spread, "across early": replace(spread, early=True)}
-        if spread.across == 8:
-            found["across 4 warps"] = _entries(weights[0], spread, 4)
-        if spread.stages > 2:
-            found["across, one copy ahead"] = replace(spread, stages=2)
-    return found
+    """For weights of ``rows`` rows; None is two launches for two weights."""
+    if len(weights) == 2:
+        return {"table": None}
+    return {"table": launch.linear_launch(tokens, rows[0], weights[0].supers, _gpu())}
 
 
-def moe_variants(gate: Planes, up: Planes, down: Planes) -> dict[str, tuple[Launch, Launch]]:
-    """For one token: both launches of the table, of across_kernel.py, and one of each."""
+def moe_variants(gate: Planes) -> dict[str, tuple[Launch, Launch]]:
+    """For one token."""
     a = launch.gate_up_launch(cases.TOPK, cases.EXPERTS, cases.UNITS, gate.supers, _gpu())
     b = launch.down_launch(cases.TOPK, cases.EXPERTS, cases.HIDDEN, _gpu())
-    found = {"table": (a, b)}
-    c, d = across.gate_up_launch(gate, up), across.down_launch(down, cases.TOPK)
-    if c and d:
-        found |= {"across": (c, d), "across gate up": (c, b), "across down": (a, d)}
-        found["across, one copy ahead"] = replace(c, stages=2), d
-    return found | {f"{k} early": (replace(x, early=True), replace(y, early=True)) for k, (x, y) in found.items()}
+    return {"table": (a, b)}
 
 
 def call_linear(x: torch.Tensor, weights: Weights, c: Launch | None) -> torch.Tensor:
     if len(weights) == 1:
         return products.linear(x, weights[0], config=c)
-    return products.linear_pair(x, *weights, config=c)
+    return products.linear_pair(x, *weights)
 
 
 def compilations() -> Iterator[Callable[[], object]]:
@@ -103,7 +82,7 @@ def compilations() -> Iterator[Callable[[], object]]:
         few = [w.planes for w in cases.expert_weights(names, cases.TOPK)]
         ids = torch.arange(cases.TOPK, dtype=torch.int32, device="cuda")[None]
         x = cases.activations(1, cases.HIDDEN)
-        for c in moe_variants(*few).values():
+        for c in moe_variants(few[0]).values():
             yield lambda x=x, w=few, i=ids, c=c: products.moe(x, *w, i, i.float(), configs=c)
 
 
@@ -122,7 +101,6 @@ def linear_times() -> Iterator[Timed]:
             tuple(cases.weights(t, r, columns).planes for t, r in zip(types, rows, strict=True)) for _ in range(count)
         ]
         exact = torch.cat([cases.reference.dequantize_planes(p)[0] for p in sets[0]]).T
-        torch.cuda.synchronize()  # planes are there before a launch begins early
         for m in TOKENS:
             xs = [cases.activations(m, columns) for _ in sets]
             for label, c in linear_variants(sets[0], rows, m).items():
@@ -136,10 +114,9 @@ def moe_times() -> Iterator[Timed]:
         weights = cases.expert_weights(names)
         planes = [w.planes for w in weights]
         calls = cases.routed(1, 16)
-        torch.cuda.synchronize()
         expected = cases.moe_reference(calls[0], tuple(w.dense() for w in weights))  # type: ignore[arg-type]
         floor = cases.TOPK * sum(p.nbytes for p in planes) / cases.EXPERTS / RATE * 1e6
-        for label, c in moe_variants(*planes).items():
+        for label, c in moe_variants(planes[0]).items():
             runs = [lambda r=r, w=planes, c=c: products.moe(r.x, *w, r.ids, r.share, configs=c) for r in calls]
             yield _timed(Timed(f"MoE {'/'.join(names)}", 1, label, floor, 0.0), runs, expected)
 

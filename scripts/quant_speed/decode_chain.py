@@ -1,25 +1,24 @@
 """A decoded token's way through several layers' products, each waiting for the one before, in one CUDA graph.
 
-Here launches that begin early show what they save: the time between two kernels, and weights read while it passes.
 Attention, norms and routing are left out; experts are chosen beforehand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from glm5deploy.kernels.measure import graph_time
-from glm5deploy.quants import across, products
+from glm5deploy.quants import products
 from glm5deploy.quants.launch import Launch
 from glm5deploy.quants.planes import Planes
 from quant_speed import cases, decode
 
 LAYERS = 8
-MODES = ("table", "table early", "across", "across early")
+MODES = ("table",)
 _TYPES = {"q_a": "Q5_K", "kv_a": "Q8_0", "q_b": "Q8_0", "o": "Q5_K", "gate": "Q5_K", "up": "Q5_K", "down": "Q6_K"}
 _SHAPES = {
     "q_a": (2048, 6144), "kv_a": (576, 6144), "q_b": (2048, 2048), "o": (6144, 2048),
@@ -51,12 +50,7 @@ def _one(x: torch.Tensor, planes: Planes, mode: str) -> torch.Tensor:
 
 
 def _pair(x: torch.Tensor, first: Planes, second: Planes, mode: str) -> torch.Tensor:
-    """In one launch where the mode has that."""
-    if mode.startswith("table"):
-        return torch.cat((_one(x, first, mode), _one(x, second, mode)), 1)
-    c = across.linear_launch((first, second))
-    assert c is not None
-    return products.linear_pair(x, first, second, config=replace(c, early=mode.endswith("early")))
+    return torch.cat((_one(x, first, mode), _one(x, second, mode)), 1)
 
 
 def _level(x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +60,7 @@ def _level(x: torch.Tensor) -> torch.Tensor:
 
 def run(x: torch.Tensor, stack: list[Layer], experts: tuple[Planes, ...], mode: str) -> torch.Tensor:
     """[1, HIDDEN] to the same, through every layer."""
-    chosen: dict[str, tuple[Launch, Launch]] = decode.moe_variants(*experts)
+    chosen: dict[str, tuple[Launch, Launch]] = decode.moe_variants(experts[0])
     for layer in stack:
         w = layer.weights
         both = _pair(_level(x), w["q_a"], w["kv_a"], mode)
@@ -78,13 +72,11 @@ def run(x: torch.Tensor, stack: list[Layer], experts: tuple[Planes, ...], mode: 
 
 
 def times(names: tuple[str, str, str]) -> Iterator[tuple[str, float, bool]]:
-    """Mode, microseconds a layer, and whether graph and early launches give what single launches gave, every bit."""
+    """Mode, microseconds a layer, and whether a graph gives what single launches gave, every bit."""
     stack, experts = layers(), tuple(w.planes for w in cases.expert_weights(names))
     x, other = cases.activations(1, cases.HIDDEN), cases.activations(1, cases.HIDDEN)
-    torch.cuda.synchronize()
     for mode in MODES:
-        plain = mode.removesuffix(" early")
-        same = all(_same(run(start, stack, experts, plain), start, stack, experts, mode) for start in (x, other))
+        same = all(_same(run(start, stack, experts, mode), start, stack, experts, mode) for start in (x, other))
         yield mode, graph_time([partial(run, x, stack, experts, mode)], 10, 2) / LAYERS, same
 
 

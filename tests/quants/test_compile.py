@@ -34,19 +34,6 @@ def test_fits_the_gpu(capability: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("capability", "case"),
-    [(86, "across:Q6_K:1"), (86, "gate_up:Q4_K,Q4_K:across"), (90, "across:Q5_K,Q8_0:1")],
-    ids=str,
-)
-def test_one_token_fits_the_gpu(capability: int, case: str) -> None:
-    """With the least shared memory there is, and with launches that begin early."""
-    (found,) = compiled(capability, case)
-    assert found["shared"] <= SHARED[capability] * 1024
-    assert found["stack"] == 0
-
-
-@pytest.mark.slow
 def test_every_way_to_store_weights_compiles() -> None:
     chosen = {
         (f.low, f.high, bool(f.table), f.scales)

@@ -86,6 +86,19 @@ def test_linear_reads_and_writes_views() -> None:
     assert torch.all(out[:, :48] == 7.0)
 
 
+@pytest.mark.parametrize("names", [("Q5_K", "Q8_0"), ("Q6_K", "Q6_K"), ("Q4_K", "BF16")], ids=str)
+@pytest.mark.parametrize("m", [1, 3, 70])
+def test_pair(names: tuple[str, str], m: int) -> None:
+    """Side by side in a view."""
+    first, second = planes_of(names[0], 40, 512), planes_of(names[1], 24, 512, seed=7)
+    x, out = tokens(m, 512), torch.full((m, 72), 7.0, device=DEVICE, dtype=DTYPE)
+    products.linear_pair(x, first, second, out=out[:, 4:68])
+    expected = torch.cat((reference.linear(x, first), reference.linear(x, second)), 1)
+    assert rms_error(out[:, 4:68], expected) < LIMIT
+    assert torch.all(out[:, :4] == 7.0)
+    assert torch.all(out[:, 68:] == 7.0)
+
+
 def test_many_tokens_go_through_dense_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "DENSE_CHUNK_BYTES", 2 * 512 * 64)  # chunks of 64 rows
     planes, x = planes_of("Q5_K", 150, 512), tokens(200, 512)
@@ -196,6 +209,14 @@ def test_keys_tell_apart_what_is_compiled_apart(experts: tuple[Planes, Planes, P
     assert {key[2] for key in moe} == {1, products.launch.SEARCH_PAIRS, 0}  # one token, searched, sorted
     assert {key[3] for key in moe} == {True}
     assert not products.moe_key(products.EXACT_TERMS, *experts, 2, device)[3]
+
+
+def test_any_first_product_makes_the_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured product of more tokens may follow it, and could not make them."""
+    monkeypatch.setattr(counters, "_tickets", {})
+    planes = planes_of("Q8_0", 16, 256)
+    products.linear(tokens(1, 256), planes, config=Launch(32, 8))
+    assert planes.low.device in counters._tickets
 
 
 def test_counters_stay_within_a_stream() -> None:
