@@ -19,6 +19,7 @@ KNOWN: dict[tuple[str, str], tuple[str, ...]] = {
     (_MLA, "MultiHeadLatentAttentionWrapper.forward"): ("5d22cac766538458",),
     (_ATTENTION, "MLAAttention.forward"): ("a563be16e8be793e",),
     (_ATTENTION, "MLAAttention.forward_impl"): ("ad9c09b706d72ea4", "32647e2cb06ab9ef"),
+    (_ATTENTION, "MLAAttention._v_up_proj"): ("b9516e53f51749b6",),
     (_ATTENTION, "MLAAttention.update_kv_cache"): ("d894a16a368ba654", "da2918b16615b3ec"),
     (_ATTENTION, "unified_mla_attention_with_output"): ("6bd177aa0d97d32c",),
     (_ATTENTION, "unified_mla_kv_cache_update"): ("201217f1e1da89ae",),
