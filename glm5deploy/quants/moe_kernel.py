@@ -161,14 +161,17 @@ def down_kernel(
 
 
 @triton.jit
-def sum_kernel(terms, ids, out, N, TOPK: tl.constexpr, BN: tl.constexpr):
+def sum_kernel(terms, ids, also, out, N, TOPK: tl.constexpr, BN: tl.constexpr, ALSO: tl.constexpr):
     """out [T, N] = sum of a token's terms [TOPK, N], in the order of slots; pairs without an expert have none.
 
-    Grid (T, N / BN).
+    Grid (T, N / BN). ALSO: the sum begins with ``also`` [T, N].
     """
     pair = tl.program_id(0).to(tl.int64) * TOPK
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros([BN], tl.float32)
+    if ALSO:
+        at = also + tl.program_id(0).to(tl.int64) * N + n
+        total = tl.load(at, mask=n < N, other=0.0).to(tl.float32)
     for s in tl.static_range(TOPK):
         end = tl.where(tl.load(ids + pair + s) >= 0, N, 0)
         total += tl.load(terms + (pair + s) * N + n, mask=n < end, other=0.0).to(tl.float32)

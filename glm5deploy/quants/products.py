@@ -6,7 +6,7 @@ rounded to bf16 once. Every launch is fit for CUDA graphs, and calls on differen
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -153,11 +153,13 @@ def moe(
     topk_weights: torch.Tensor,
     out: torch.Tensor | None = None,
     configs: tuple[launch.Launch, launch.Launch] | None = None,
+    also: Callable[[], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Sum over each token's experts of weight * down(silu(gate x) * up x), [T, hidden] in x's type.
 
     x bf16 [T, hidden]; planes of E experts, of any three types; topk_ids int32 or int64 [T, TOPK], ids < 0 marking
     experts of other ranks and padding; topk_weights [T, TOPK] of any float type. A row without ids >= 0 is zero.
+    ``also`` is called once the products are launched; what it gives, [T, hidden], is added before the sum is rounded.
     """
     _check(x, gate)
     tokens, topk = topk_ids.shape
@@ -173,7 +175,7 @@ def moe(
     work = _find_pairs(ids, experts, c)
     hidden = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
     _gate_up(x, gate, up, ids, work, hidden, c)
-    _down(hidden, down, ids, weights, work, out, c)
+    _down(hidden, down, ids, weights, work, out, c, also)
     return out
 
 
@@ -215,6 +217,7 @@ def _down(
     work: _Work,
     out: torch.Tensor,
     c: _MoeLaunch,
+    also: Callable[[], torch.Tensor] | None,
 ) -> None:
     b, (pairs, n), device = c.down, hidden.shape, hidden.device
     items = pairs if c.search else work[1].shape[0]
@@ -225,4 +228,9 @@ def _down(
         ONE=down.supers == 1, EVEN=n % 256 == 0, PTX=hidden.dtype == torch.bfloat16, num_warps=b.warps,
     )  # fmt: skip
     grid = (ids.shape[0], triton.cdiv(down.rows, SUM_SPAN))
-    sum_kernel[grid](terms, ids, out, down.rows, TOPK=ids.shape[1], BN=SUM_SPAN, num_warps=4)
+    more = out if also is None else also()
+    if also is not None and (more.shape != out.shape or not more.is_contiguous()):
+        raise ValueError(f"{tuple(more.shape)} cannot be added to {tuple(out.shape)}: shapes differ, or it has gaps")
+    sum_kernel[grid](
+        terms, ids, more, out, down.rows, TOPK=ids.shape[1], BN=SUM_SPAN, ALSO=also is not None, num_warps=4
+    )

@@ -192,6 +192,21 @@ def test_moe_of_one_token(experts: tuple[Planes, Planes, Planes]) -> None:
     check_moe(*experts, tokens(1, 512), ids, weights)
 
 
+@pytest.mark.parametrize("rows", [1, 18])
+def test_moe_adds_what_is_computed_beside_it(experts: tuple[Planes, Planes, Planes], rows: int) -> None:
+    """To rows without an expert as well; asked for once, when the products before the sum are launched."""
+    ids, weights = routing(rows, 2, 5)
+    ids[0] = -1
+    x, beside = tokens(rows, 512), tokens(rows, 70, seed=8)
+    asked: list[int] = []
+    ours = products.moe(x, *experts, ids, weights, also=lambda: asked.append(0) or beside)  # type: ignore[func-returns-value]
+    assert asked == [0]
+    assert torch.equal(ours[0], beside[0])
+    assert rms_error(ours, reference.moe(x, *experts, ids, weights) + beside.float()) < LIMIT
+    with pytest.raises(ValueError, match="cannot be added"):
+        products.moe(x, *experts, ids, weights, also=lambda: beside[:, 1:])
+
+
 def test_sorted_pairs_are_multiplied_by_the_tile_they_are_cut_for(
     experts: tuple[Planes, Planes, Planes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
