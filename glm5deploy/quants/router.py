@@ -7,8 +7,9 @@ Rounded as vLLM 0.32 and 0.33 do it: product, scores and weights in fp32, weight
 that scores which are all zero give zeros. Of equal scores the first experts are taken.
 """
 
-# Triton reads these functions: branches on constants need their else, tuples grow by addition.
-# ruff: noqa: RUF005
+# Triton reads these functions: branches on constants keep their plain form, tuples grow by addition.
+# ruff: noqa: RUF005, SIM108
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,assignment"
 from __future__ import annotations
 
 from collections.abc import Hashable
@@ -36,8 +37,9 @@ class RouterLaunch:
     warps: int
 
 
-# By the most tokens. One token's programs are single warps, in which selecting needs no barrier.
-LAUNCHES = (RouterLaunch(1, 1, 2, 1), RouterLaunch(2, 1, 1, 4), RouterLaunch(4, 2, 1, 8), RouterLaunch(8, 2, 1, 8))
+# By the most tokens, each a variant. Programs of a single warp have all their reads under way at once and select
+# without a barrier, but for one token after the other.
+LAUNCHES = (RouterLaunch(1, 1, 2, 1), RouterLaunch(2, 1, 2, 1), RouterLaunch(4, 2, 2, 4), RouterLaunch(8, 2, 2, 4))
 
 
 @triton.jit
@@ -48,14 +50,15 @@ def ordered(score):
 
 
 @triton.jit
-def select(p_logits, stride, p_bias, p_ids, p_weights, T, scale, E, TOPK: tl.constexpr, PARTS: tl.constexpr,
-           BT: tl.constexpr, BX: tl.constexpr):  # fmt: skip
-    """ids and weights [T, TOPK] from parts of logits [T, E] that lie ``stride`` apart; b_bias [BX]."""
+def select(
+    logits, b_bias, ids, weights, T, scale,
+    E: tl.constexpr, TOPK: tl.constexpr, PARTS: tl.constexpr, BT: tl.constexpr, BX: tl.constexpr,
+):  # fmt: skip
+    """ids and weights [T, TOPK] from logits [PARTS, T, E] and biases [BX]."""
     o_t = tl.arange(0, BT)[:, None]
     o_e = tl.arange(0, BX)[None, :]
-    b_bias = p_bias
     m_e = o_e < E
-    b_score = tl.sigmoid(add_parts(p_logits + o_t * E + o_e, stride, (o_t < T) & m_e, PARTS))
+    b_score = tl.sigmoid(add_parts(logits + o_t * E + o_e, T * E, (o_t < T) & m_e, PARTS))
     b_key = tl.where(m_e, ordered(b_score + b_bias[None, :]), _LEAST)
     b_rank = tl.full([BT, BX], TOPK, tl.int32)
     for s in tl.static_range(TOPK):
@@ -67,8 +70,8 @@ def select(p_logits, stride, p_bias, p_ids, p_weights, T, scale, E, TOPK: tl.con
     b_sum = tl.sum(tl.where(m_chosen, b_score, 0.0), axis=1)[:, None]
     o_out = o_t * TOPK + b_rank
     m_out = m_chosen & (o_t < T)
-    tl.store(p_ids + o_out, o_e + tl.zeros([BT, BX], tl.int32), mask=m_out)
-    tl.store(p_weights + o_out, b_score * (scale / (b_sum + 1e-20)), mask=m_out)
+    tl.store(ids + o_out, o_e + tl.zeros([BT, BX], tl.int32), mask=m_out)
+    tl.store(weights + o_out, b_score * (scale / (b_sum + 1e-20)), mask=m_out)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -79,7 +82,7 @@ def router_kernel(
 ):  # fmt: skip
     """x [T, K], weight fp32 [E, K], bias fp32 [E] -> ids int32 and weights fp32 [T, TOPK]; logits fp32 [PARTS, T, E].
 
-    Grid (E / BE, PARTS); BT >= T, BX >= E; ticket int32, zero between launches.
+    Grid (E / BE, PARTS); BT >= T and BX >= E are powers of two; ticket int32, zero between launches.
     """
     part = tl.program_id(1)
     o_e = tl.program_id(0) * BE + tl.arange(0, BE)
@@ -88,24 +91,30 @@ def router_kernel(
     b_bias = tl.load(bias + o_x, mask=o_x < E, other=0.0)
     p_w = weight + tl.minimum(o_e, E - 1)[:, None] * K
     CHUNKS: tl.constexpr = (K + PARTS * BK - 1) // (PARTS * BK)
+    EVEN: tl.constexpr = K % (PARTS * BK) == 0
     totals = ()
     for _ in tl.static_range(BT):
         totals = totals + (tl.zeros([BE, BK], tl.float32),)
     for c in tl.static_range(CHUNKS):
         o_k = (part * CHUNKS + c) * BK + tl.arange(0, BK)
-        m_k = o_k < (K if K % (PARTS * BK) else PARTS * CHUNKS * BK)
-        b_w = tl.load(p_w + o_k[None, :], mask=m_k[None, :], other=0.0)
+        if EVEN:
+            b_w = tl.load(p_w + o_k[None, :])
+        else:
+            b_w = tl.load(p_w + o_k[None, :], mask=(o_k < K)[None, :], other=0.0)
         more = ()
         for t in tl.static_range(BT):
             p_x = x + tl.minimum(t, T - 1) * x_stride
-            b_x = tl.load(p_x + o_k, mask=m_k, other=0.0).to(tl.float32)
-            more = more + (totals[t] + b_w * b_x[None, :],)
+            if EVEN:
+                b_x = tl.load(p_x + o_k)
+            else:
+                b_x = tl.load(p_x + o_k, mask=o_k < K, other=0.0)
+            more = more + (totals[t] + b_w * b_x.to(tl.float32)[None, :],)
         totals = more
     for t in tl.static_range(BT):
         p_out = logits + (part * T + t) * E + o_e
-        tl.store(p_out, tl.sum(totals[t], axis=1), mask=(o_e < E) & (t < T), cache_modifier=".cg")
+        tl.store(p_out, tl.sum(totals[t], axis=1), mask=tl.where(o_e < E, T, 0) > t, cache_modifier=".cg")
     if arrive(ticket, tl.num_programs(0) * PARTS):
-        select(logits, T * E, b_bias, ids, weights, T, scale, E, TOPK, PARTS, BT, BX)
+        select(logits, b_bias, ids, weights, T, scale, E, TOPK, PARTS, BT, BX)
 
 
 def router_key(tokens: int) -> Hashable:
@@ -146,3 +155,13 @@ def router(
         BK=128 * c.warps, BX=triton.next_power_of_2(experts), num_warps=c.warps,
     )  # fmt: skip
     return ids, weights
+
+
+def router_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, topk: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in torch: the oracle of ``router``, and the choice a CPU makes."""
+    scores = (x.float() @ weight.T).sigmoid()
+    ids = (scores + bias).sort(dim=1, descending=True, stable=True)[1][:, :topk]
+    chosen = scores.gather(1, ids)
+    return ids.to(torch.int32), chosen * (scale / (chosen.sum(1, keepdim=True) + 1e-20))
