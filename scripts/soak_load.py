@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 
+from glm5deploy.server.event_stream import answer_events_async
+
 SHARED_PREFIX = 1500  # tokens that requests of the kind "prefix" begin with
 # Kind of request and how often it is drawn, of 100.
 KINDS = {"short": 26, "medium": 18, "long": 10, "prefix": 14, "one token": 10, "several": 8, "aborted": 14}
@@ -125,10 +127,8 @@ async def _stream(
             _require_ok(response.status_code, (await response.aread()).decode(errors="replace"))
         if request.abort_after == 0:
             return None
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event, now = json.loads(line[6:]), time.monotonic()
+        async for data in answer_events_async(response):
+            event, now = json.loads(data), time.monotonic()
             if "error" in event:
                 raise ValueError(f"the server broke off: {event['error']}")
             usage = event.get("usage") or usage

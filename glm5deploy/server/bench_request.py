@@ -11,6 +11,7 @@ import httpx
 
 from glm5deploy.errors import DeployError
 from glm5deploy.server.bench_figures import Trace
+from glm5deploy.server.event_stream import answer_events
 
 _READ_LIMIT = 3600.0  # seconds without a byte; a long prompt behind many others waits long for its first token
 
@@ -39,11 +40,9 @@ def measure(http: httpx.Client, body: dict[str, Any]) -> Trace:
             if response.status_code != 200:
                 response.read()
                 raise DeployError(f"POST /v1/completions: status {response.status_code}: {response.text[:300]}")
-            for line in response.iter_lines():
+            for data in answer_events(response):
                 at = time.perf_counter()
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line[6:])
+                event = json.loads(data)
                 if "error" in event:
                     raise DeployError(f"the server broke off: {str(event['error'])[:300]}")
                 usage = event.get("usage") or {}

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from glm5deploy.errors import DeployError
+from glm5deploy.server.event_stream import answer_events
 
 
 class RequestFailed(DeployError):
@@ -130,11 +131,11 @@ class Client:
                 if response.status_code != 200:
                     response.read()
                     raise _refused("POST /v1/chat/completions", response)
-                for line in response.iter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        yield _delta(line[6:])
+                yield from map(_delta, answer_events(response))
         except httpx.HTTPError as error:
             raise RequestFailed(f"POST /v1/chat/completions: {_reason(error)}") from None
+        except ValueError as error:
+            raise RequestFailed(f"the server streamed something that is not its API: {error}") from None
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         try:

@@ -17,6 +17,7 @@ import httpx
 from glm5deploy.server.bench import Bench, BenchSettings, Point
 from glm5deploy.server.bench_figures import Trace
 from glm5deploy.server.bench_request import BenchTarget
+from glm5deploy.server.event_stream import answer_events
 
 _PATIENCE = 300.0
 
@@ -125,10 +126,10 @@ class Profiler:
         """Decode until told to stop; closing the connection ends the request."""
         try:
             with self._http.stream("POST", "/v1/completions", json=body) as response:
-                lines = response.iter_lines()
-                next(lines)
+                events = answer_events(response)
+                next(events)
                 running.wait(_PATIENCE)
-                for _ in lines:
+                for _ in events:
                     if over.is_set():
                         return
         except BaseException:

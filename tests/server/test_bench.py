@@ -125,11 +125,11 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 def test_an_answer_without_counts_is_refused() -> None:
     with (
-        StreamingServer(Pace(first=0)) as server,
+        StreamingServer(Pace(first=0, raw=(b'data: {"choices": []}\n\ndata: [DONE]\n\n',))) as server,
         target(server).connect() as http,
         pytest.raises(DeployError, match="no token counts"),
     ):
-        measure(http, {"prompt": [], "max_tokens": 0})
+        measure(http, {})
 
 
 def test_counters_are_summed_over_engines() -> None:

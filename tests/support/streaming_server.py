@@ -20,6 +20,7 @@ NAME = "paced"
 class Pace:
     """Seconds to the first piece, between pieces, and tokens a piece brings (more than one: accepted drafts).
 
+    Where there are ``raw`` pieces, every answer is these bytes, sent one after the other, and nothing else.
     ``sent`` is filled with the moments at which a completion was asked for and its pieces left: on a busy machine
     sleeping takes longer than asked, and the measured times must fit these.
     """
@@ -30,6 +31,8 @@ class Pace:
     max_model_len: int = 100_000
     kv_blocks: int = 10_000
     chat: tuple[dict[str, str], ...] = ()
+    text: str = "x"
+    raw: tuple[bytes, ...] = ()
     break_after: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
     sent: list[list[float]] = field(default_factory=list)
@@ -96,6 +99,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         time.sleep(self.pace.first)
+        if self.pace.raw:
+            for piece in self.pace.raw:
+                self.wfile.write(piece)
+                self.wfile.flush()
+            return
         if self.path == "/v1/completions":
             self._complete(body)
         else:
@@ -112,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
             done = min(done + self.pace.tokens, body["max_tokens"])
             usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": done}
             times.append(time.perf_counter())
-            self._event({"choices": [{"text": "x", "index": 0}], "usage": usage})
+            self._event({"choices": [{"text": self.pace.text, "index": 0}], "usage": usage})
         self.pace.drafted += 100 if self.pace.tokens > 1 else 0
         self._event({"choices": [], "usage": usage})
 
@@ -125,7 +133,8 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(self.pace.between)
 
     def _event(self, value: dict[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
+        # As vLLM writes it: what JSON need not escape is sent as it is.
+        self.wfile.write(f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode())
         self.wfile.flush()
 
     def _send(self, value: dict[str, Any] | bytes, kind: str = "application/json") -> None:

@@ -15,8 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import httpx
 import psutil
 import pytest
+
+from tests.support.streaming_server import NAME, Pace, StreamingServer
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 NAMES = ("soak_load", "soak_watch", "soak_verdict", "soak_server", "soak")
@@ -43,6 +46,20 @@ def test_requests_are_of_every_kind_and_fit(parts: dict[str, ModuleType]) -> Non
     assert {request.stream for request in drawn if request.kind == "short"} == {True, False}
     prefixes = [tuple(request.prompt[:1000]) for request in drawn if request.kind == "prefix"]
     assert len(set(prefixes)) == 3
+
+
+def test_tokens_that_look_like_line_ends_are_no_failure(parts: dict[str, ModuleType]) -> None:
+    load = parts["soak_load"]
+    tally = load.Tally()
+
+    async def send(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+            await load.send(http, NAME, load.Request("short", [1, 2], 4, True), tally)
+            await load.send(http, NAME, load.Request("aborted", [1, 2], 4, True, abort_after=2), tally)
+
+    with StreamingServer(Pace(first=0, between=0, text="\x85\u2028\u2029")) as server:
+        asyncio.run(send(server.url))
+    assert tally.tokens == 4
 
 
 def canary(parts: dict[str, ModuleType], shift: float = 0.0, tokens: tuple[str, ...] = ("a", "b", "c")) -> Any:
