@@ -57,12 +57,12 @@ def arguments() -> argparse.Namespace:
 
 async def metric(http: httpx.AsyncClient, name: str) -> float:
     """Sum of a metric of vLLM's over its labels; 0 when it is not there."""
-    lines = (await http.get("/metrics")).text.splitlines()
+    lines = (await http.get("/metrics")).text.split("\n")
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{", 1)[0] == f"vllm:{name}")
 
 
 def compile_events(log: Path | None) -> int:
-    return len(log.read_text().splitlines()) if log is not None and log.exists() else 0
+    return log.read_bytes().count(b"\n") if log is not None and log.exists() else 0
 
 
 async def drained(http: httpx.AsyncClient, seconds: float) -> list[str]:

@@ -42,11 +42,11 @@ def logs(
         raise UsageError("--json prints one object, --follow never ends")
     output = current_output(json_mode=json_mode)
     log = Places.of(workdir.expanduser().absolute()).log
-    text, position = last_lines(log, lines)
+    found, position = last_lines(log, lines)
     if not following:
-        output.result({"log": str(log), "lines": text.splitlines()}, text.rstrip("\n"))
+        output.result({"log": str(log), "lines": [line.rstrip("\r\n") for line in found]}, "".join(found).rstrip("\n"))
         return
-    output.piece(text)
+    output.piece("".join(found))
     try:
         for added in follow(log, position):
             output.piece(added)

@@ -86,8 +86,8 @@ def _last_line(log: Path) -> str:
     with log.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - 4096))
-        lines = file.read().decode("utf-8", "replace").splitlines()
-    return _message(lines[-1]) if lines else ""
+        lines = file.read().splitlines()
+    return _message(lines[-1].decode("utf-8", "replace")) if lines else ""
 
 
 def _message(line: str) -> str:

@@ -81,12 +81,15 @@ FAULTS: tuple[Fault, ...] = (
 
 
 def read_tail(log: Path, limit: int = _TAIL_BYTES) -> list[str]:
-    """The last lines of a log, at most ``limit`` bytes; empty when there is none."""
+    """The last lines of a log, at most ``limit`` bytes; empty when there is none.
+
+    Split as bytes: what text quotes of a request may hold characters that ``str.splitlines`` takes for an end.
+    """
     try:
         with log.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - limit))
-            return file.read(limit).decode("utf-8", "replace").splitlines()
+            return [line.decode("utf-8", "replace") for line in file.read(limit).splitlines()]
     except FileNotFoundError:
         return []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import time
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ _BLOCK = 64 << 10
 _POLL = 0.25
 
 
-def last_lines(log: Path, count: int) -> tuple[str, int]:
-    """The last ``count`` lines of a log and its size in bytes. Raises DeployError when there is no log."""
+def last_lines(log: Path, count: int) -> tuple[list[str], int]:
+    """The last ``count`` lines of a log, ends included, and its size in bytes; DeployError when there is none."""
     try:
         with log.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -27,22 +28,24 @@ def last_lines(log: Path, count: int) -> tuple[str, int]:
     except FileNotFoundError:
         raise DeployError(f"there is no log {log}", hint="glm5deploy serve writes it") from None
     lines = data.splitlines(keepends=True)[-count:] if count else []
-    return b"".join(lines).decode("utf-8", "replace"), size
+    return [line.decode("utf-8", "replace") for line in lines], size
 
 
 def follow(log: Path, position: int) -> Iterator[str]:
     """Whatever is written to ``log`` from ``position`` (bytes) on, for ever; a log that begins anew is read from its
     beginning."""
     file = log.open("rb")
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a block may end in the middle of a character
     try:
         file.seek(position)
         while True:
             replaced = _replaced(log, file.fileno(), file.tell())
             data = file.read(_BLOCK)  # after that look: what was written before the log began anew is not lost
             if data:
-                yield data.decode("utf-8", "replace")
+                yield decoder.decode(data)
                 continue
             if replaced:
+                decoder.reset()
                 file.close()
                 file = log.open("rb")
                 continue

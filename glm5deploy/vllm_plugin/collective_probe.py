@@ -71,7 +71,7 @@ def _rank(rank: int, ranks: int, device: str, name: str) -> None:
         dist.barrier()
         dist.destroy_process_group()
     except (RuntimeError, ValueError, OSError) as error:
-        doing(f"failing: {str(error).splitlines()[0][:300]}")
+        doing("failing: " + str(error).partition("\n")[0][:300])
         os._exit(1)
 
 

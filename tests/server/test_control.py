@@ -86,11 +86,22 @@ def test_last_lines(tmp_path: Path) -> None:
     with pytest.raises(DeployError, match="there is no log"):
         last_lines(log, 5)
     log.write_bytes(b"".join(b"%06d\n" % number for number in range(50_000)) + b"end \xff")
-    text, size = last_lines(log, 3)
-    assert text == "049998\n049999\nend �"
+    lines, size = last_lines(log, 3)
+    assert lines == ["049998\n", "049999\n", "end �"]
     assert size == log.stat().st_size
-    assert last_lines(log, 0)[0] == ""
-    assert last_lines(log, 10**6)[0].count("\n") == 50_000
+    assert last_lines(log, 0)[0] == []
+    assert len(last_lines(log, 10**6)[0]) == 50_001
+
+
+def test_followed_text_is_whole_wherever_a_block_ends(tmp_path: Path) -> None:
+    log = tmp_path / "serve.log"
+    text = "x" + "é" * (100 << 10)
+    log.write_text(text)
+    pieces = follow(log, 0)
+    seen = ""
+    while len(seen) < len(text):
+        seen += next(pieces)
+    assert seen == text
 
 
 def test_following_goes_on_in_a_log_that_begins_anew(tmp_path: Path) -> None:
@@ -211,7 +222,7 @@ def test_the_command_line_prints_unit_compose_and_logs(tmp_path: Path) -> None:
 
     write_model_folder(tmp_path / "model", weights=tmp_path / "w.gguf")
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "serve.log").write_text("one\ntwo\nthree\n")
+    (tmp_path / "logs" / "serve.log").write_text("one\ntwo\nth\u2028ree\n")
 
     def glm5deploy(*words: str) -> str:
         command = [sys.executable, "-m", "glm5deploy", *words, "--workdir", str(tmp_path)]
@@ -224,5 +235,5 @@ def test_the_command_line_prints_unit_compose_and_logs(tmp_path: Path) -> None:
     assert yaml.safe_load(compose)["services"]["glm5"]["deploy"]["resources"]
     assert "s3cret-key" not in unit + compose
     assert glm5deploy("logs", "-n", "2") == "two\nthree\n"
-    assert json.loads(glm5deploy("logs", "-n", "1", "--json"))["lines"] == ["three"]
+    assert json.loads(glm5deploy("logs", "-n", "1", "--json"))["lines"] == ["th\u2028ree"]
     assert glm5deploy("stop") == f"no server runs from {tmp_path}\n"

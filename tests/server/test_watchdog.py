@@ -107,7 +107,7 @@ def test_nothing_of_a_prompt_is_kept(tmp_path: Path) -> None:
     log.write_text(
         f"INFO Received request chatcmpl-1: prompt: '{secret}'\n"
         f"ERROR NewRequestData(req_id=1,prompt_token_ids=[1, 2],x={secret})\n"
-        f"DEBUG messages=[{{'content': '{secret}'}}]\n"
+        f"DEBUG messages=[{{'content': '\u2028\x85{secret}'}}]\n"
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB\n"
     )
     place = save_incident(tmp_path / "incidents", "it died", log, [], "no GPUs")

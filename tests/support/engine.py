@@ -90,7 +90,7 @@ class Engine:
     def counter(self, name: str) -> dict[str, float]:
         """A counter of vLLM's, ``name`` without its prefix and "_total": its values by their labels, as printed."""
         found = {}
-        for line in httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines():
+        for line in httpx.get(f"{self.url}/metrics", timeout=10).text.split("\n"):
             label, _, value = line.rpartition(" ")
             if label.split("{", 1)[0] == f"vllm:{name}_total":
                 found[label.partition("{")[2].rstrip("}")] = float(value)
