@@ -31,7 +31,7 @@ from tests.vllm_plugin.conftest import Recording, Run, record_prompts
 LIMIT_SECONDS = float(os.environ.get("GPU_SERVERS_SECONDS", "600"))
 LOGS = os.environ.get("GPU_SERVERS_LOGS")  # a folder that is to have every server's log when it is done
 START_SECONDS = 480.0  # several servers at once may have to compile every kernel
-CORES_A_RANK = 4  # a start is bound by imports and kernel compilation
+CORES_A_RANK = 2  # most of a start is imports, on one core (docs/benchmarks/gpu-engine.md)
 # The cache's size is given: profiling it would count what the servers beside this one allocate meanwhile.
 FLAGS = ("--kv-cache-memory-bytes", str(2 << 30), "--max-num-seqs", "16", "--disable-flashinfer-autotune")
 FLAGS += ("--gpu-memory-utilization", "0.02", "--jit-monitor-verbose")
@@ -206,7 +206,7 @@ def serve_all(runs: Sequence[GpuRun], folders: dict[str, tuple[Path, Path]], gpu
 
 
 def _kill_servers(places: Places) -> None:
-    """Each server leads its own process group; this process starts no other children meanwhile."""
+    """Each server leads its own process group, and so does every other child that this process starts meanwhile."""
     places.close()
     for child in psutil.Process().children():
         print(f"stopped before its end: process {child.pid}", flush=True)
