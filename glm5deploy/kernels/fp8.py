@@ -10,6 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from glm5deploy.kernels.layout import SCALE_CANDIDATES
+
+_CANDIDATES = tl.constexpr(SCALE_CANDIDATES)
+
 
 @triton.jit
 def e4m3_to_f32(b_byte):
@@ -76,3 +80,40 @@ def power_of_two_scale(b_amax):
     b_scale = (b_exponent << 23).to(tl.float32, bitcast=True)
     b_inverse = ((254 - b_exponent) << 23).to(tl.float32, bitcast=True)
     return b_scale, b_inverse
+
+
+@triton.jit
+def round_to_e4m3(b_x):
+    """fp32 values of magnitude at most 464 rounded to what e4m3 holds, ties to even, as fp32.
+
+    Adding 1.5 * 2^(e + 20) leaves no bit below 2^(e - 3), e4m3's step at 2^e; below 2^-6 the step stays 2^-9.
+    """
+    b_exponent = b_x.to(tl.uint32, bitcast=True) & 0x7F800000
+    b_big = (tl.maximum(b_exponent, 0x3C800000) + 0x0A400000).to(tl.float32, bitcast=True)
+    return (b_x + b_big) - b_big
+
+
+@triton.jit
+def quantise_latent(b_x):
+    """e4m3 bytes [G, N] and fp32 scales [G] of fp32 groups [G, N], as `reference.quantise_latent` finds them.
+
+    Eight candidates a round, unrolled, so that their sums over a group do not wait for each other.
+    """
+    b_unit = tl.maximum(tl.max(tl.abs(b_x), axis=1), 1e-4) / 448.0
+    b_z = b_x / b_unit[:, None]
+    b_gain, b_chosen = b_unit * 0.0, tl.full(b_unit.shape, 1.0, tl.float32)
+    for i in range(_CANDIDATES // 8):
+        for j in tl.static_range(8):
+            b_factor = tl.exp2((tl.zeros_like(b_unit) + (8 * i + j)) * (-1.0 / _CANDIDATES))
+            b_y = round_to_e4m3(b_z * b_factor[:, None])
+            b_zy = tl.sum(b_z * b_y, axis=1)
+            b_its = b_zy * b_zy / tl.maximum(tl.sum(b_y * b_y, axis=1), 1e-30)
+            b_chosen = tl.where(b_its > b_gain, b_factor, b_chosen)
+            b_gain = tl.maximum(b_gain, b_its)
+    b_z = b_z * b_chosen[:, None]
+    b_y = round_to_e4m3(b_z)
+    b_yy = tl.sum(b_y * b_y, axis=1)
+    b_fit = tl.where(b_yy > 0.0, tl.sum(b_z * b_y, axis=1) / tl.maximum(b_yy, 1e-30), 1.0)
+    b_bits = (b_unit / b_chosen * b_fit).to(tl.uint32, bitcast=True)
+    b_bits = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) & 0xFFFF0000  # what bf16 holds, in which SM90's kernel reads it
+    return f32_to_e4m3(b_z), b_bits.to(tl.float32, bitcast=True)

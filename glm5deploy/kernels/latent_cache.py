@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from glm5deploy.kernels.fp8 import f32_to_e4m3, power_of_two_scale
+from glm5deploy.kernels.fp8 import quantise_latent
 from glm5deploy.kernels.layout import LATENT_DIM, PACKED_ROW_BYTES, QK_DIM, ROPE_DIM, require
 
 ROPE_DTYPE = torch.bfloat16
@@ -30,9 +30,8 @@ def store_latent_row(
     o_base = i_slot // BLOCK * stride_block
     if PACKED:
         o_row = o_base + i_slot % BLOCK * 656
-        b_latent = b_latent.to(tl.float32)
-        b_scale, b_inverse = power_of_two_scale(tl.max(tl.abs(b_latent), axis=1))  # [4]
-        tl.store(cache + o_row + o_d, f32_to_e4m3(b_latent * b_inverse[:, None]))
+        b_code, b_scale = quantise_latent(b_latent.to(tl.float32))
+        tl.store(cache + o_row + o_d, b_code)
         tl.store(cache_scales + o_row // 4 + 128 + o_g, b_scale)
     else:
         o_row = o_base + i_slot % BLOCK * 576
@@ -102,7 +101,7 @@ def store_latent(
         cache.stride(0),
         BLOCK=cache.shape[1],
         PACKED=packed,
-        num_warps=1,
+        num_warps=4 if packed else 1,  # a warp for each group whose scale is searched for
     )
 
 

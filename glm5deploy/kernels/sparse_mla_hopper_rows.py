@@ -77,7 +77,7 @@ def store_piece(tile, b_byte, b_scale, I_C: gl.constexpr):
 def unpack_rows(rows, source, tiles, ropes, full, empty):
     """As `copy_rows`, but packed rows, through registers and with their scale.
 
-    The product is exact in bf16 where the scale is a power of two below 2^8, as our writer's are.
+    Scales are below 2^8 and such as bf16 holds, as our writer's are; the product is rounded to bf16.
     """
     p_slot, end, steps = source
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])

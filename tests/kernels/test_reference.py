@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from glm5deploy.kernels import reference
-from glm5deploy.kernels.layout import LATENT_DIM, PACKED_ROW_BYTES
+from glm5deploy.kernels.layout import FP8_MAX, LATENT_DIM, PACKED_ROW_BYTES, SCALE_CANDIDATES
 from tests.kernels.cases import key_cache, sparse_case
 from tests.support.compare import assert_close
 
@@ -73,9 +73,37 @@ def test_packed_rows_survive_up_to_the_rounding_of_e4m3() -> None:
     assert packed.shape == (7, PACKED_ROW_BYTES)
     unpacked = reference.unpack_fp8_ds_mla(packed)
     assert torch.equal(unpacked[:, 512:], rows[:, 512:].bfloat16().float())
-    # Half a unit of a 3-bit mantissa, and half a subnormal step of the group's scale.
+    # Half a unit of a 3-bit mantissa, and half a subnormal step of the group's scale, which is fitted by some percent.
     bound = rows[:, :512].abs() / 16 + rows[:, :512].view(7, 4, 128).abs().amax(-1).repeat_interleave(128, 1) * 2**-17
+    bound += rows[:, :512].abs() / 50
     assert ((unpacked - rows)[:, :512].abs() <= bound + 1e-9).all()
+
+
+def test_a_latents_scale_is_the_best_of_those_tried() -> None:
+    x = torch.cat((torch.randn(300, 128), torch.rand(100, 128), torch.randn(100, 128).pow(3))).double()
+    values, scale = reference.quantise_latent(x)
+    error = (values.double() * scale[:, None].double() - x).pow(2).sum(-1)
+    for i in range(SCALE_CANDIDATES):
+        tried = (x.abs().amax(-1) / FP8_MAX * 2 ** (i / SCALE_CANDIDATES))[:, None]
+        plain = ((x / tried).float().to(torch.float8_e4m3fn).double() * tried - x).pow(2).sum(-1)
+        assert (error <= plain + 2**-16 * x.pow(2).sum(-1)).all()  # the scale is rounded to bf16
+    noise = slice(0, 300)
+    assert error[noise].sum().sqrt() / x[noise].norm() < 0.0232
+    coarse, power = reference.quantise_fp8(x)
+    assert error[noise].sum().sqrt() < 0.9 * (coarse.double() * power[:, None] - x)[noise].norm()
+    assert torch.equal(scale, scale.bfloat16().float())
+
+
+def test_latents_of_any_size_are_quantised() -> None:
+    x = torch.zeros(4, 128)
+    x[1], x[2, 5], x[3] = 3.0, -1e-9, torch.linspace(-6e4, 6e4, 128)
+    values, scale = reference.quantise_latent(x)
+    held = values.float() * scale[:, None]
+    assert (scale > 0).all()
+    assert not held[0].any()
+    assert (held[1] - x[1]).abs().max() <= 3 * 2**-8
+    assert (held[2] - x[2]).abs().max() <= 1e-9
+    assert ((held[3] - x[3]).norm() / x[3].norm()) < 0.03
 
 
 def test_index_keys_return_from_a_cache_whose_blocks_lie_apart() -> None:

@@ -1,7 +1,8 @@
 """A plain forward pass of the reference models in fp32: what an engine must answer, at any length, step after step.
 
-Written from the architecture alone; of this project it uses nothing, weights come through gguf-py. Its own proof are
-the reference results (`tests/vllm_plugin/test_oracle.py`), which another implementation computed.
+Written from the architecture alone; of this project it uses nothing but, on request, how the packed cache rounds.
+Weights come through gguf-py. Its own proof are the reference results (`tests/vllm_plugin/test_oracle.py`), which
+another implementation computed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch.nn.functional import layer_norm, linear, silu
 
+from glm5deploy.kernels.reference import quantise_latent
 from tests.support.compare import logprob_differences
 from tests.support.engine import Answer
 from tests.support.goldens import SETS
@@ -122,7 +124,7 @@ class Oracle:
         latent = self._norm(latent, f"blk.{i}.attn_kv_a_norm")
         rope = self._rotate(rope, positions)
         if self.packed:
-            latent, rope = _e4m3(latent.unflatten(-1, (4, 128))).flatten(-2), rope.bfloat16().float()
+            latent, rope = _packed(latent), rope.bfloat16().float()
         kept.latent = torch.cat((kept.latent, torch.cat((latent, rope), dim=-1)))
         rank = self._norm(linear(h, w("attn_q_a")), f"blk.{i}.attn_q_a_norm")
         if chosen is None:
@@ -235,6 +237,12 @@ def _e4m3(x: torch.Tensor) -> torch.Tensor:
     """x rounded to e4m3 over its last axis, with a power of two as scale."""
     scale = torch.exp2(torch.ceil(torch.log2(x.abs().amax(dim=-1, keepdim=True).clamp_min(1e-4) / 448)))
     return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def _packed(latent: torch.Tensor) -> torch.Tensor:
+    """What rows of the packed cache hold of latents [..., 512]."""
+    values, scale = quantise_latent(latent.unflatten(-1, (4, 128)))
+    return (values.float() * scale[..., None]).flatten(-2)
 
 
 def _read(gguf: Path, device: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
