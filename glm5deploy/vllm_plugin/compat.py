@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,10 @@ REQUIRED_SYMBOLS = (
     ("vllm.model_executor.models.deepseek_v2", "Indexer"),
     ("vllm.model_executor.models.deepseek_v2", "GateLinear"),
     ("vllm.model_executor.models.deepseek_v2", "DeepseekV2MoE"),
+    ("vllm.model_executor.models.deepseek_v2", "FusedMoEFactory"),
+    ("vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"),
+    ("vllm.model_executor.layers.fused_moe.runner.moe_runner", "get_layer_from_name"),
+    ("vllm.model_executor.layers.fused_moe.router.grouped_topk_router", "GroupedTopKRouter"),
     ("vllm.model_executor.models.deepseek_v2", "MultiHeadLatentAttentionWrapper"),
     ("vllm.model_executor.layers.mla", "MultiHeadLatentAttentionWrapper.forward"),
     ("vllm.model_executor.layers.rotary_embedding.base", "RotaryEmbedding._match_cos_sin_cache_dtype"),
@@ -103,7 +107,7 @@ def resolve(module: str, path: str) -> Any:
 
 
 @contextmanager
-def portable_model_parts(**replacements: type) -> Iterator[None]:
+def portable_model_parts(**replacements: Callable[..., Any]) -> Iterator[None]:
     """Build a portable GLM-5 model with other classes for the parts it names, such as ``Indexer``.
 
     The model's layers look these names up in their module while they are built; the names are put back afterwards.

@@ -11,6 +11,7 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE, GateLinear, Gl
 
 from glm5deploy.glm_dsa.pipeline_parallel import VARIABLE, partition_variable
 from glm5deploy.vllm_plugin import DRAFT_ARCHITECTURE, compat
+from glm5deploy.vllm_plugin.experts import experts_factory
 from glm5deploy.vllm_plugin.indexer import Glm5Indexer
 from glm5deploy.vllm_plugin.latent_attention import Glm5LatentAttention
 from glm5deploy.vllm_plugin.registration import attention_backend
@@ -46,6 +47,7 @@ PARTS = {
     "Indexer": Glm5Indexer,
     "GateLinear": Fp32GateLinear,
     "DeepseekV2MoE": WeightScaledMoE,
+    "FusedMoEFactory": experts_factory,
     "MultiHeadLatentAttentionWrapper": Glm5LatentAttention,
 }
 

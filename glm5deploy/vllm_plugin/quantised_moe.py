@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -65,12 +65,23 @@ class Glm5MoeMethod(FusedMoEMethodBase):
         Rows of padding have ids < 0 and give zeros. vLLM runs the shared experts itself: up to 256 tokens beside
         router and routed experts, on a stream of their own.
         """
+        return self.sum(layer, x, topk_weights, topk_ids)
+
+    def sum(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        also: Callable[[], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """As ``apply``, and what ``also`` gives is added: see :func:`quantised_ops.moe`."""
         mine = layer.expert_map
         # A negative index would take the last expert's place.
         ids = topk_ids if mine is None else torch.where(topk_ids < 0, -1, mine[topk_ids])
         # One type each, whatever router ran: kernels are compiled for types, and warm-up has these.
         ids, weights = ids.to(torch.int32), topk_weights.to(torch.float32)
-        return ops.moe(x, self.parameters.tensors(layer), self.parameters.spec, ids, weights)
+        return ops.moe(x, self.parameters.tensors(layer), self.parameters.spec, ids, weights, also)
 
 
 def local_experts(layer: Any) -> list[int]:

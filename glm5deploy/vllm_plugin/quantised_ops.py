@@ -5,7 +5,7 @@ part of a module, separated by commas. On a GPU the Triton products run; on a CP
 """
 
 # No `from __future__ import annotations` here: torch derives the operations' schemas from annotations that are objects.
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -111,17 +111,21 @@ def moe(
     spec: str,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
+    also: Callable[[], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Sum over each token's experts of weight * down(silu(gate x) * up x): [T, hidden] in x's type.
 
-    ``planes`` and ``spec`` are gate, up and down of this rank's experts; ids < 0 are other ranks' or padding.
+    ``planes`` and ``spec`` are gate, up and down of this rank's experts; ids < 0 are other ranks' or padding. What
+    ``also`` gives, asked for once the products are launched, is added; ValueError beyond :data:`MOE_TOKENS`.
     """
+    if also is not None and x.shape[0] > MOE_TOKENS:
+        raise ValueError(f"{x.shape[0]} tokens are taken in turns, which cannot add what is computed beside them")
     gate, up, down = assemble(spec, planes)
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = x.new_empty((x.shape[0], down.rows))
     for start in range(0, x.shape[0], MOE_TOKENS):
         here = slice(start, start + MOE_TOKENS)
-        _moe(x[here], gate, up, down, topk_ids[here], topk_weights[here], out[here])
+        _moe(x[here], gate, up, down, topk_ids[here], topk_weights[here], out[here], also)
     return out
 
 
@@ -133,15 +137,17 @@ def _moe(
     ids: torch.Tensor,
     weights: torch.Tensor,
     out: torch.Tensor,
+    also: Callable[[], torch.Tensor] | None,
 ) -> None:
     if x.is_cuda:
         from glm5deploy.quants import products
 
-        products.moe(x, gate, up, down, ids, weights, out=out)
+        products.moe(x, gate, up, down, ids, weights, out=out, also=also)
     else:
         from glm5deploy.quants import reference
 
-        out.copy_(reference.moe(x, gate, up, down, ids, weights))
+        found = reference.moe(x, gate, up, down, ids, weights)
+        out.copy_(found if also is None else found + also())
 
 
 direct_register_custom_op(op_name="glm5_linear", op_func=glm5_linear, mutates_args=[], fake_impl=_linear_fake)

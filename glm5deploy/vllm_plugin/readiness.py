@@ -13,7 +13,7 @@ from glm5deploy.kernels.compile_counter import Prepared, serving_begins, watch
 from glm5deploy.kernels.prepare import prepare
 from glm5deploy.kernels.tuning import TABLE_VARIABLE, gpu, measured
 from glm5deploy.kernels.warmup import Serving, launches
-from glm5deploy.vllm_plugin import product_warmup
+from glm5deploy.vllm_plugin import experts_warmup, product_warmup
 
 logger = logging.getLogger("vllm.glm5deploy")
 _SECONDS_BETWEEN_LINES = 5.0
@@ -34,7 +34,8 @@ def begin(device: torch.device) -> None:
 
 def warm_up(serving: Serving, device: torch.device) -> None:
     """Compile, or load from the cache on disk, every variant of every kernel; whatever comes later is warned of."""
-    products = product_warmup.launches(serving.max_tokens, serving.dtype)
+    engine = serving.max_tokens, serving.dtype
+    products = [*product_warmup.launches(*engine), *experts_warmup.launches(*engine)]
     parallel = torch.distributed.is_initialized()
     rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if parallel else (0, 1)
     start = time.monotonic()

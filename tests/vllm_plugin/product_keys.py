@@ -1,21 +1,23 @@
 """Does warm-up launch every variant of the products? ``python -m tests.vllm_plugin.product_keys``.
 
-Prints what :func:`tests.support.launch_keys.compare` found over layers of many types and shapes, as JSON, had experts
-been left out. A process of its own: the tests' process interprets kernels. Nothing is computed, cuBLAS's part neither.
+Prints what :func:`tests.support.launch_keys.compare` found over layers of many types and shapes, as JSON, had routers
+been left out; runners of experts with fewer launches are among the layers. A process of its own: the tests' process
+interprets kernels. Nothing is computed, cuBLAS's part neither.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from glm5deploy.quants import products
-from glm5deploy.vllm_plugin import product_warmup
+from glm5deploy.quants import products, router
+from glm5deploy.vllm_plugin import experts, experts_warmup, product_warmup
 from glm5deploy.vllm_plugin import quantised_ops as ops
 from glm5deploy.vllm_plugin.quantised_linear import Glm5EmbeddingMethod, Glm5LinearMethod, PlaneParameters
 from glm5deploy.vllm_plugin.quantised_modules import Module
@@ -37,9 +39,23 @@ class Layer(nn.Module):
         self.quant_method.parameters = parameters
         parameters.create(self, [part[1:] for part in parts], experts, join=method is Glm5LinearMethod)
         self.moe_config = SimpleNamespace(experts_per_token=TOPK)
+        self.expert_map = None
+
+
+class Runner(experts.Glm5ExpertsRunner):
+    """Around the experts of a layer, without what vLLM builds beside them."""
+
+    def __init__(self, layer: Layer) -> None:
+        nn.Module.__init__(self)
+        planes = layer.quant_method.parameters.planes(layer)[0]
+        self.routed_experts = layer
+        self.gate = SimpleNamespace(weight=torch.zeros(planes.experts, planes.columns))
+        bias = torch.zeros(planes.experts)
+        self.router = SimpleNamespace(top_k=TOPK, routed_scaling_factor=2.5, e_score_correction_bias=bias)
 
 
 def layers() -> list[Layer]:
+    few = routed("Q4_K", "Q4_K", "Q6_K"), routed("IQ3_S", "Q4_K", "Q8_0", hidden=320, inner=96)
     return [
         Layer(Glm5LinearMethod, ("Q4_K", 2048, 6144), ("Q6_K", 576, 6144)),
         Layer(Glm5LinearMethod, ("Q8_0", 512, 6144), ("Q8_0", 512, 6144)),
@@ -47,14 +63,13 @@ def layers() -> list[Layer]:
         Layer(Glm5LinearMethod, ("IQ4_XS", 6144, 256)),
         Layer(Glm5LinearMethod, ("Q4_0", 200, 96)),  # no multiple of 16 rows, no whole super-block
         Layer(Glm5LinearMethod, ("Q8_0", 72, 288), ("Q5_1", 40, 288)),
-        Layer(Glm5MoeMethod, *experts("Q4_K", "Q4_K", "Q6_K"), experts=8),
-        Layer(Glm5MoeMethod, *experts("IQ3_S", "Q4_K", "Q8_0", hidden=320, inner=96), experts=40),
+        *(Layer(Glm5MoeMethod, *parts, experts=count) for parts, count in zip(few, (8, 40), strict=True)),
         Layer(Glm5EmbeddingMethod, ("Q4_K", 640, 512)),
         Layer(Glm5EmbeddingMethod, ("Q6_K", 640, 512)),
     ]
 
 
-def experts(gate: str, up: str, down: str, hidden: int = 512, inner: int = 256) -> list[tuple[str, int, int]]:
+def routed(gate: str, up: str, down: str, hidden: int = 512, inner: int = 256) -> list[tuple[str, int, int]]:
     return [(gate, inner, hidden), (up, inner, hidden), (down, hidden, inner)]
 
 
@@ -68,17 +83,27 @@ def step(layer: Layer, tokens: int, dtype: torch.dtype) -> None:
     if isinstance(layer.quant_method, Glm5MoeMethod):
         ids = torch.randint(-1, 8, (tokens, TOPK), dtype=torch.int32)
         ops.moe(x, tensors, spec, ids, torch.rand(tokens, TOPK))
+        if tokens <= experts.MOST_TOKENS:
+            fewer(Runner(layer), x, ids)
     elif isinstance(layer.quant_method, Glm5EmbeddingMethod):
         ops.embed(torch.zeros(tokens, dtype=torch.int64), tensors, spec, dtype)
     else:
         ops.linear(x, tensors, spec)
 
 
+def fewer(runner: Runner, x: torch.Tensor, ids: torch.Tensor) -> None:
+    """What a runner with fewer launches calls, beside the products of its experts."""
+    if len(x) <= router.MOST_TOKENS:
+        runner.select(x)
+    beside = torch.zeros(x.shape, dtype=x.dtype)
+    runner.routed_experts.quant_method.sum(runner.routed_experts, x, torch.rand(ids.shape), ids, lambda: beside)
+
+
 def use_products() -> None:
     """Operations on a CPU take the GPU's way."""
 
-    def moe(x: torch.Tensor, gate: Any, up: Any, down: Any, ids: Any, weights: Any, out: torch.Tensor) -> None:
-        products.moe(x, gate, up, down, ids, weights, out=out)
+    def moe(x: torch.Tensor, gate: Any, up: Any, down: Any, ids: Any, weights: Any, out: Any, also: Any) -> None:
+        products.moe(x, gate, up, down, ids, weights, out=out, also=also)
 
     def rows(picked: Any, dtype: torch.dtype) -> torch.Tensor:
         return products.unpack_rows(picked, 0, picked.rows, dtype)
@@ -94,13 +119,16 @@ def main() -> None:
     random.seed(0)
     held = layers()
     product_warmup.remember(held)
+    runners = [Runner(layer) for layer in held if isinstance(layer.quant_method, Glm5MoeMethod)]
+    experts.fused.extend(weakref.ref(runner) for runner in runners)
 
     def steps() -> None:
         for layer in held:
             for tokens in (*range(1, 70), *random.sample(range(70, TOKENS), 30), TOKENS):
                 step(layer, tokens, torch.bfloat16)
 
-    print(json.dumps(launch_keys.compare(product_warmup.launches(TOKENS, torch.bfloat16), steps, "experts")))
+    prepared = [*product_warmup.launches(TOKENS, torch.bfloat16), *experts_warmup.launches(TOKENS, torch.bfloat16)]
+    print(json.dumps(launch_keys.compare(prepared, steps, "router")))
 
 
 if __name__ == "__main__":

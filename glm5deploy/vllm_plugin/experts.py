@@ -1,0 +1,150 @@
+"""vLLM's runner of routed experts with fewer launches for few tokens.
+
+For a decoded token vLLM launches the router's product, its choice of experts, the experts' products and their sum, and,
+once the shared expert has been computed beside all of these, the addition of both. With ``glm5_fusion`` at ``experts``
+the router is one launch (up to :data:`router.MOST_TOKENS` tokens) and the addition part of the sum (up to
+:data:`MOST_TOKENS`). The shared expert's stream is joined before that sum instead of behind it; what follows, such as
+the sum over ranks, stays vLLM's. More tokens, the CPU engine, and a vLLM whose code is not the one that is replaced
+here, run vLLM's own.
+"""
+
+# No `from __future__ import annotations` here: torch derives the operations' schemas from annotations that are objects.
+import weakref
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner, get_layer_from_name
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
+from vllm.model_executor.models import deepseek_v2
+from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name, direct_register_custom_op
+
+from glm5deploy.quants import router
+from glm5deploy.vllm_plugin import cpu, engine_config, replaced
+from glm5deploy.vllm_plugin.quantised_moe import Glm5MoeMethod
+
+logger = init_logger("vllm.glm5deploy")
+
+MOST_TOKENS = 32  # whose shared expert is added in the sum
+_factory = deepseek_v2.FusedMoEFactory
+fused: list[weakref.ref["Glm5ExpertsRunner"]] = []
+"""Runners with fewer launches, kept as long as their model is."""
+
+
+class Glm5ExpertsRunner(MoERunner):
+    """The experts of one layer; parameters and constructor are vLLM's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        wanted = engine_config.reaches(engine_config.fusion(get_current_vllm_config()), "experts")
+        self.fused = wanted and not cpu.is_cpu()
+        obstacle = why_not(self) if self.fused else None
+        if obstacle:
+            logger.warning_once("vLLM's own operations run around routed experts: %s", obstacle)
+            self.fused = False
+        if self.fused:
+            fused.append(weakref.ref(self))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """hidden_states [T, hidden] -> [T, hidden]: routed and shared experts, summed over ranks."""
+        if not self.fused or input_ids is not None or shared_experts_input is not None:
+            return super().forward(hidden_states, router_logits, input_ids, shared_experts_input)  # type: ignore[no-any-return]
+        out = torch.ops.vllm.glm5_experts(hidden_states, self._encode_layer_name())
+        return self._maybe_reduce_final_output(out, None, False)  # type: ignore[no-any-return]
+
+    def of_this_rank(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of routed and shared experts' sum, [T, hidden] in x's type."""
+        if not 0 < x.shape[0] <= MOST_TOKENS:
+            beside, routed = self._forward_impl(x, x, x, None)
+            return beside + routed  # type: ignore[no-any-return]
+        shared = self._shared_experts
+        apart = shared.maybe_forward_async(x)
+        weights, ids = self.route(x)
+        if not apart:
+            shared(x, SharedExpertsOrder.NO_OVERLAP)
+
+        def shared_output() -> torch.Tensor:
+            if apart:
+                shared.wait()
+            return shared.output  # type: ignore[no-any-return]
+
+        method: Glm5MoeMethod = self.routed_experts.quant_method
+        return method.sum(self.routed_experts, x, weights, ids, shared_output)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and ids of the experts of few tokens, both [T, TOPK]."""
+        chooser = self.router
+        watched = chooser.capture_fn is not None or chooser._routing_replay_out is not None
+        if x.shape[0] > router.MOST_TOKENS or watched:
+            logits, _ = self.gate(x)
+            return chooser.select_experts(x, logits, self._quant_method.topk_indices_dtype)  # type: ignore[no-any-return]
+        ids, weights = self.select(x)
+        return weights, ids
+
+    def select(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and weights in one launch."""
+        chooser = self.router
+        bias = chooser.e_score_correction_bias.data
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        return router.router(x, self.gate.weight.data, bias, chooser.top_k, chooser.routed_scaling_factor)
+
+
+def why_not(runner: Any) -> str | None:
+    """What keeps fewer launches from standing in for vLLM's around experts that it has built, or None."""
+    unknown = replaced.unknown("experts")
+    if unknown:
+        return f"this vLLM's {', '.join(unknown)} is not the code that they replace"
+    chooser, gate, config = runner.router, runner.gate, runner.moe_config
+    checks = {
+        "experts are not of our kind": type(runner.routed_experts.quant_method) is Glm5MoeMethod,
+        "experts are chosen in another way": type(chooser) is GroupedTopKRouter
+        and (chooser.num_expert_group, chooser.topk_group) == (1, 1)
+        and chooser.scoring_func == "sigmoid"
+        and chooser.renormalize
+        and chooser.num_fused_shared_experts == 0
+        and not chooser.skip_padding,
+        "experts are moved while serving": chooser.eplb_state is None,
+        "the router is not fp32": gate is not None
+        and gate.bias is None
+        and chooser.e_score_correction_bias is not None
+        and {gate.weight.dtype, chooser.e_score_correction_bias.dtype} == {torch.float32},
+        "there is no shared expert of its own": runner._shared_experts is not None
+        and runner.shared_expert_gate is None
+        and config.hidden_dim == gate.weight.shape[1],
+        "what experts take or give is changed": runner.routed_scaling_factor == 1.0
+        and runner.routed_input_transform is None
+        and runner.routed_output_transform is None,
+        "steps are divided between ranks": config.dp_size == config.pcp_size == 1
+        and not config.is_sequence_parallel
+        and not config.is_lora_enabled
+        and not runner.enable_dbo,
+        "answers are not to depend on the batch": not envs.VLLM_BATCH_INVARIANT,
+    }
+    return next((obstacle for obstacle, fine in checks.items() if not fine), None)
+
+
+def experts_factory(*args: Any, **kwargs: Any) -> MoERunner:
+    """vLLM's factory of routed experts, with our runner."""
+    return _factory(*args, **{**kwargs, "runner_cls": Glm5ExpertsRunner})
+
+
+def glm5_experts(hidden_states: torch.Tensor, layer_name: LayerNameType) -> torch.Tensor:
+    """Routed and shared experts of a layer, this rank's part: [T, hidden]."""
+    runner = get_layer_from_name(_resolve_layer_name(layer_name))
+    return runner.of_this_rank(hidden_states)  # type: ignore[no-any-return]
+
+
+def _experts_fake(hidden_states: torch.Tensor, layer_name: LayerNameType) -> torch.Tensor:
+    return torch.empty_like(hidden_states)
+
+
+direct_register_custom_op(op_name="glm5_experts", op_func=glm5_experts, mutates_args=[], fake_impl=_experts_fake)

@@ -1,0 +1,85 @@
+"""Routed experts with fewer launches: the layer with them, interpreted, and what decides whether they are used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm5deploy.vllm_plugin import replaced
+from glm5deploy.vllm_plugin.engine_config import FUSIONS, reaches
+from tests.vllm_plugin.conftest import Run
+
+
+@pytest.fixture(scope="module")
+def report(model_folder: Callable[[Run], Path]) -> Any:
+    folder = model_folder(Run("B-Q8"))
+    command = [sys.executable, "-m", "tests.support.interpreted_experts", str(folder)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    child = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert child.returncode == 0, child.stderr[-3000:]
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def test_a_layer_computes_what_vllms_own_runner_does(report: Any) -> None:
+    """With the router in one launch, with the addition in the sum alone, and beyond both."""
+    records = report["steps"]
+    assert [record["tokens"] for record in records] == [1, 3, 8, 9, 32, 33]
+    assert [record["router"] for record in records] == [1, 1, 1, 0, 0, 0]
+    for record in records:
+        assert record["error"] <= 2e-6, record
+        assert record["watched"], record
+
+
+def test_experts_and_weights_are_those_of_vllms_routers(report: Any) -> None:
+    assert set(report["chosen"]) == {"CPURouter", "GroupedTopKRouter"}
+    assert max(report["chosen"].values()) <= 1e-5
+
+
+def test_layers_are_fused_where_they_are_the_known_ones(report: Any) -> None:
+    assert not any(report["built"]), "the CPU engine stays with vLLM's own runner"
+    known, *changed = report["obstacles"]
+    assert known is None
+    assert changed == [
+        "experts are chosen in another way",
+        "experts are moved while serving",
+        "the router is not fp32",
+        "there is no shared expert of its own",
+        "what experts take or give is changed",
+        "steps are divided between ranks",
+        "experts are not of our kind",
+        "experts are chosen in another way",
+    ]
+
+
+def test_the_runner_compiles_into_one_graph(report: Any) -> None:
+    assert report["compiled"]
+
+
+def test_every_launch_is_prepared(report: Any) -> None:
+    """A router for 1, 2, 4 and 8 tokens."""
+    assert report["prepared"] == ["router"] * 4 + ["sum"]
+
+
+def test_code_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    replaced.unknown.cache_clear()
+    assert replaced.unknown("experts") == ()
+    monkeypatch.setattr(MoERunner, "forward", MoERunner._forward_impl)
+    replaced.unknown.cache_clear()
+    assert replaced.unknown("experts") == ("MoERunner.forward",)
+    monkeypatch.undo()
+    replaced.unknown.cache_clear()
+
+
+def test_levels_include_those_before_them() -> None:
+    assert FUSIONS[0] == "off"
+    assert [reaches("experts", level) for level in FUSIONS] == [True] * len(FUSIONS)
+    assert not reaches("query", "experts")
