@@ -4,7 +4,7 @@
     python scripts/bench_indexer.py --sweep [--json FILE]
 
 Times are microseconds a call in CUDA-graph replays of several calls over rotating inputs. Every figure is printed and
-written as it is made. --sweep compares every way of selecting (`topk_config.VARIANTS`) with the reference and times
+written as it is made. --sweep compares the ways of selecting (`topk_config.VARIANTS`) with the reference and times
 those that are right, beside vLLM's; 16 processes compile first.
 """
 
@@ -146,7 +146,7 @@ def failed(figures: dict[str, Any]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--sweep", action="store_true", help="compare and time every way of selecting instead")
+    parser.add_argument("--sweep", action="store_true", help="compare and time the ways of selecting instead")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("--compile-share", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Every way of selecting that `topk_config.VARIANTS` names: compiled side by side, compared, timed."""
+"""The ways of selecting that `topk_config.VARIANTS` names: compiled side by side, compared, timed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,23 @@ from vllm_topk import FAILURES, Choose, decode_choice, prefill_choice, reason, v
 from glm5deploy.kernels import reference
 from glm5deploy.kernels.measure import graph_time
 from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
-from glm5deploy.kernels.topk_config import MOST_SHARED_ROWS, VARIANTS, TopkConfig, runnable, steps_ready
+from glm5deploy.kernels.topk_config import MOST_SHARED_ROWS, VARIANTS, TopkConfig, runnable, topk_config
 from glm5deploy.kernels.tuning import gpu
 from tests.kernels.topk_rows import awkward_rows, deceiving_rows
 
 K = 2048
-SHAPES = [(rows, width) for width in (8192, 32768, 131072) for rows in (1, 8, 64, 2048)]
+BOTH = ("keys", "steps")
+# By columns of a row: which ways are measured.
+NAMES: dict[int, tuple[str, ...]] = {
+    4096: BOTH,
+    8192: BOTH,
+    12_288: BOTH,
+    16_384: BOTH,
+    24_576: (*BOTH, "keys, ahead, at once, parts sooner"),
+    32_768: tuple(VARIANTS),
+    131_072: ("keys", "keys, ahead, at once"),
+}
+SHAPES = [(rows, width) for width in NAMES for rows in ((1, 2048) if width == 4096 else (1, 8, 64, 2048))]
 INPUT_SETS = 4
 MOST_COOPERATIVE = 64  # rows of vLLM's cooperative_topk
 ALONE = MOST_SHARED_ROWS + 1  # as many rows as no two programs share one of
@@ -32,21 +43,19 @@ Row = dict[str, object]
 
 def launched(config: TopkConfig, rows: int, width: int) -> Hashable:
     """The same for two configurations that launch the same."""
-    if steps := config.step(width):
-        return steps
-    if warps := config.block(width):
-        return warps, config.block_registers
+    if held := config.step(width) or config.block(width):
+        return held
     parts = config.parts(rows, width, gpu(torch.device("cuda", 0)).multiprocessors)
-    alone = parts[0] == 1
-    return config.sample(width), *((config.stream_warps,) if alone else (parts, config.part_warps, config.merge(rows)))
+    return parts, config.ahead, config.at_once and parts[0] > 1
 
 
 def variants(rows: int, width: int) -> dict[str, TopkConfig]:
-    """Those that differ at this shape, the shipped one first."""
+    """Those of this width that differ at this shape."""
+    arch = gpu(torch.device("cuda", 0)).arch
     found: dict[Hashable, str] = {}
-    for name, config in VARIANTS.items():
-        found.setdefault(launched(runnable(config), rows, width), name)
-    return {name: runnable(VARIANTS[name]) for name in found.values()}
+    for name in NAMES[width]:
+        found.setdefault(launched(runnable(VARIANTS[name], arch), rows, width), name)
+    return {name: runnable(VARIANTS[name], arch) for name in found.values()}
 
 
 def choice(config: TopkConfig, rows: int, width: int) -> Choose:
@@ -140,7 +149,8 @@ def figures(name: str, rows: int, width: int, make: Callable[[], Choose], kinds:
 def sweep() -> Iterator[Row]:
     """Figures of each shape and choice, vLLM's own before ours."""
     ops = vllm_ops()
-    print(f"top-k of K {K}, microseconds; steps can be compiled: {steps_ready()}", flush=True)
+    shipped = topk_config(K, gpu(torch.device("cuda", 0)).arch)
+    print(f"top-k of K {K}, microseconds; what ships takes steps up to {shipped.steps_columns} columns", flush=True)
     for rows, width in SHAPES:
         kinds = [inputs(rows, width, make) for make in KINDS.values()]
         choices: dict[str, Callable[[], Choose]] = {}

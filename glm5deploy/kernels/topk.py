@@ -1,8 +1,8 @@
 """Exact top-k of ragged rows: which kernels a launch takes, and their scratch memory.
 
-A row that one program can hold goes to `topk_block`, or where a configuration says so to `topk_steps`. Of longer rows
-every program of `topk_stream` takes one; few of them would leave the GPU idle, so they are listed in parts, by many
-programs, before one program a row selects from the lists. No result depends on timing: lists are in column order, and
+A row that one program can hold goes to `topk_steps`, or where that cannot run to `topk_block`. Of longer rows every
+program of `topk_stream` takes one; few of them would leave the GPU idle, so they are listed in parts, by many programs,
+before one program a row selects from the lists. No result depends on timing: lists are in column order, and
 nothing is added up in an order that may change.
 """
 
@@ -14,6 +14,7 @@ import triton
 from glm5deploy.kernels.layout import require
 from glm5deploy.kernels.topk_block import topk_block_kernel
 from glm5deploy.kernels.topk_config import (
+    BLOCK_REGISTERS,
     FIRST_EARLY_ARCH,
     MAX_K,
     MAX_PARTS,
@@ -34,10 +35,10 @@ def _width(stride: int, max_length: int, has_starts: bool) -> int:
 
 def topk_variant(rows: int, max_length: int, k: int, stride: int, of: Gpu) -> tuple[str, int, int, int]:
     """What `select_topk` launches on a GPU: launches with the same value share every compiled variant."""
-    config = topk_config(k)
+    config = topk_config(k, of.arch)
     width = _width(stride, max_length, has_starts=False)
     if steps := config.step(width):
-        return "steps", steps.warps, steps.groups, steps.ctas
+        return "steps", steps.warps, steps.groups, 0
     if warps := config.block(width):
         return "block", warps, 0, 0
     parts, _ = config.parts(rows, width, of.multiprocessors)
@@ -47,14 +48,17 @@ def topk_variant(rows: int, max_length: int, k: int, stride: int, of: Gpu) -> tu
 
 
 def topk_workspace_elements(rows: int, max_length: int, k: int, config: TopkConfig | None = None) -> int:
-    """int32 elements of scratch that `select_topk` needs for up to `rows` rows of up to `max_length` columns."""
-    config = topk_config(k) if config is None else config
+    """int32 elements of scratch that `select_topk` needs for up to `rows` rows of up to `max_length` columns, by keys.
+
+    Steps need none, wherever they are taken.
+    """
+    config = topk_config(k, arch=0) if config is None else config
     if config.step(max_length + 3) or config.block(max_length + 3):
         return 0
-    # Pairs of int32: a row's list, and those of its parts; behind them a count for each part.
+    # Pairs of int32: a row's list, those of its parts, and behind them a count for each part.
     lists = min(rows * MAX_PARTS, MOST_SHARED_ROWS)
     held = max(rows * config.stream_warps, min(rows, MOST_SHARED_ROWS) * max(config.merge_warps))
-    return 2 * WARP_COLUMNS * (held + lists * config.part_warps) + lists
+    return 2 * (WARP_COLUMNS * (held + lists * config.part_warps) + lists)
 
 
 def select_topk(
@@ -80,7 +84,8 @@ def select_topk(
     require(logits.dtype == torch.float32 and logits.stride(1) == 1, "logits must be fp32 with unit column stride")
     require(1 <= k <= MAX_K, f"k must be 1 .. {MAX_K}, got {k}")
     require(out.dtype == torch.int32 and out.shape[1] >= k and out.stride(1) == 1, "out must be int32 [T, >= k]")
-    config = topk_config(k) if config is None else config
+    of = gpu(logits.device)
+    config = topk_config(k, of.arch) if config is None else config
     width = _width(logits.stride(0), max_length, starts is not None)
     if rows == 0:
         return out
@@ -95,9 +100,7 @@ def select_topk(
             WARPS=steps.warps,
             GROUPS=steps.groups,
             LOG_BINS=steps.log_bins,
-            CTAS=steps.ctas,
             num_warps=steps.warps,
-            num_ctas=steps.ctas,
             maxnreg=steps.registers,
         )
         return out
@@ -108,10 +111,9 @@ def select_topk(
             WARPS=warps,
             ASM=logits.is_cuda,
             num_warps=warps,
-            maxnreg=config.block_registers,
+            maxnreg=BLOCK_REGISTERS,
         )
         return out
-    of = gpu(logits.device)
     parts, each = config.parts(rows, width, of.multiprocessors)
     warps = config.stream_warps if parts == 1 else config.merge(rows)
     require(k < WARP_COLUMNS * warps, f"k must be less than {WARP_COLUMNS * warps} with this configuration, got {k}")
@@ -121,7 +123,7 @@ def select_topk(
     pairs = workspace[: workspace.numel() // 2 * 2].view(torch.int64)
     entries = config.part_warps * WARP_COLUMNS
     ends = rows * warps * WARP_COLUMNS, rows * (warps * WARP_COLUMNS + parts * entries)
-    held, lists, counts = pairs[: ends[0]], pairs[ends[0] : ends[1]], pairs[ends[1] :].view(torch.int32)
+    held, lists, counts = pairs[: ends[0]], pairs[ends[0] : ends[1]], pairs[ends[1] :]
     # The second kernel may start while the first one runs; it waits for its results itself.
     early = logits.is_cuda and of.arch >= FIRST_EARLY_ARCH
     if parts > 1:
@@ -139,6 +141,7 @@ def select_topk(
             SAMPLE=config.sample(width),
             ASM=logits.is_cuda,
             EARLY=early,
+            AHEAD=config.ahead,
             num_warps=config.part_warps,
             maxnreg=STREAM_REGISTERS,
         )
@@ -146,7 +149,7 @@ def select_topk(
         logits,
         first,
         lengths,
-        counts if parts > 1 else lengths,
+        counts if parts > 1 else held,
         lists if parts > 1 else held,
         held,
         out,
@@ -161,6 +164,8 @@ def select_topk(
         LIST=entries,
         ASM=logits.is_cuda,
         EARLY=early and parts > 1,
+        AHEAD=config.ahead,
+        AT_ONCE=config.at_once and parts > 1,
         num_warps=warps,
         maxnreg=STREAM_REGISTERS if parts == 1 else None,
         launch_pdl=early and parts > 1,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-import torch
 import triton
 
 from glm5deploy.kernels.layout import require
@@ -16,10 +15,15 @@ MAX_PARTS = 32
 MOST_SHARED_ROWS = 512
 # Columns of a row that a warp holds.
 WARP_COLUMNS = 512
-# Of a thread, so that two programs of eight warps share a multiprocessor.
+# Of a thread, so that two programs of sixteen warps share a multiprocessor, and two of eight.
+BLOCK_REGISTERS = 64
 STREAM_REGISTERS = 128
 # A kernel can start while the one before it runs from here on.
 FIRST_EARLY_ARCH = 90
+# Where `topk_steps` was measured; others keep to keys.
+STEPS_ARCH = 90
+# The longest row, with what comes in front of it within 16 bytes, that `topk_steps` takes.
+STEPS_COLUMNS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,6 @@ class Steps:
     groups: int  # of 128 columns that a warp holds
     registers: int | None  # a thread may use, None for any number
     log_bins: int = 7
-    ctas: int = 1  # programs of a cluster that share a row
 
     def __post_init__(self) -> None:
         require(self.groups % 4 == 0, f"groups must be a multiple of 4, got {self.groups}")
@@ -38,12 +41,16 @@ class Steps:
     @property
     def columns(self) -> int:
         """Longest row, with what comes in front of it within 16 bytes."""
-        return 128 * self.ctas * self.warps * self.groups
+        return 128 * self.warps * self.groups
+
+
+# The first one that a row fits is taken; the last one is there to be measured below its 32,768 columns.
+STEPS = (Steps(8, 4, 64), Steps(16, 4, 64), Steps(16, 8, None), Steps(16, 16, 128, 8))
 
 
 @dataclass(frozen=True, slots=True)
 class TopkConfig:
-    """Launches of the selection. A program holds 512 columns a warp; lists of candidates are as long."""
+    """Launches of the selection. A program that sorts by keys holds 512 columns a warp; lists are as long."""
 
     block_warps: tuple[int, ...] = (8, 16)  # a row that fits one of these is held by one program
     stream_warps: int = 8  # one program a longer row
@@ -53,8 +60,9 @@ class TopkConfig:
     samples: tuple[int, ...] = (2048, 4096, 8192)  # columns that set the first threshold, for rows of up to 32 times
     per_sm: int = 2  # programs a multiprocessor is meant to hold: the number of parts follows from it
     spared: int = 7  # blocks of columns that parts must spare a program to be worth a second launch
-    steps: tuple[Steps, ...] = ()  # a row that fits one of these is held by one program of `topk_steps` instead
-    block_registers: int | None = None  # a thread of `topk_block` may use, None for any number
+    steps_columns: int = 0  # rows of up to so many are held by one program of `topk_steps` instead
+    ahead: bool = False  # a program asks for its first columns before it takes the sample
+    at_once: bool = False  # lists of parts are selected from as they are where they fit
 
     def __post_init__(self) -> None:
         held = WARP_COLUMNS * max(self.block_warps)
@@ -66,7 +74,7 @@ class TopkConfig:
 
     def step(self, width: int) -> Steps | None:
         """The launch of `topk_steps` for a row of `width` columns."""
-        return next((steps for steps in self.steps if width <= steps.columns), None)
+        return next((steps for steps in STEPS if width <= min(steps.columns, self.steps_columns)), None)
 
     def parts(self, rows: int, width: int, multiprocessors: int) -> tuple[int, int]:
         """Programs that share a row of `width` columns, and blocks of columns that each of them has."""
@@ -84,50 +92,33 @@ class TopkConfig:
         return next((sample for sample in self.samples if width <= 32 * sample), self.samples[-1])
 
 
-_SHORT = (Steps(8, 4, 64), Steps(16, 4, 64))
-# For k of at most 2048. The first one was measured on an H200 (docs/benchmarks/kernels.md), the others are there to be:
-# `scripts/bench_indexer.py --sweep` compares them with it.
+_SHIPPED = {True: TopkConfig(steps_columns=STEPS_COLUMNS), False: TopkConfig(stream_warps=16, merge_warps=(16, 16))}
+# For k of at most 2048: what ships is put together from the first two by STEPS_COLUMNS, the others are there to be
+# measured. `scripts/bench_indexer.py --sweep` compares them.
 VARIANTS: dict[str, TopkConfig] = {
     "keys": TopkConfig(),
-    "keys, two programs": TopkConfig(block_registers=64),
-    "keys, parts of 8192": TopkConfig(part_warps=16, spared=3),
-    "steps": TopkConfig(steps=(*_SHORT, Steps(16, 8, None, 8), Steps(16, 16, 128, 8))),
-    "steps, 256 bins": TopkConfig(steps=(Steps(16, 4, 64, 8),)),
-    "steps, few warps": TopkConfig(steps=(Steps(8, 8, None, 8),)),
-    "steps, clusters": TopkConfig(
-        steps=(
-            *_SHORT,
-            Steps(16, 4, 64, 8, ctas=2),
-            Steps(16, 4, 64, 8, ctas=4),
-            Steps(16, 8, None, 8, ctas=4),
-            Steps(16, 8, None, 8, ctas=8),
-        )
-    ),
-    "steps, many warps": TopkConfig(steps=(*_SHORT, Steps(32, 8, 64, 8))),
+    "steps": TopkConfig(steps_columns=STEPS[-1].columns),
+    "keys, ahead": TopkConfig(ahead=True),
+    "keys, at once": TopkConfig(at_once=True),
+    "keys, ahead, at once": TopkConfig(ahead=True, at_once=True),
+    "keys, ahead, at once, parts sooner": TopkConfig(ahead=True, at_once=True, spared=3),
 }
-_CONFIGS = {True: VARIANTS["keys"], False: TopkConfig(stream_warps=16, merge_warps=(16, 16))}
 
 
 @functools.cache
-def topk_config(k: int) -> TopkConfig:
-    """Launch parameters for this k."""
-    return runnable(_CONFIGS[k <= MAX_K // 2])
+def topk_config(k: int, arch: int) -> TopkConfig:
+    """Launch parameters for this k on a GPU of this architecture."""
+    return runnable(_SHIPPED[k <= MAX_K // 2], arch)
 
 
-def runnable(config: TopkConfig) -> TopkConfig:
-    """The same without the steps that cannot run: with Triton before 3.8, in the interpreter; clusters before SM90."""
-    most = 0 if not config.steps or not steps_ready() else 8 if _has_clusters() else 1
-    return replace(config, steps=tuple(steps for steps in config.steps if steps.ctas <= most))
-
-
-@functools.cache
-def _has_clusters() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+def runnable(config: TopkConfig, arch: int) -> TopkConfig:
+    """The same without steps where they cannot run, or were never measured: with Triton before 3.8, not on SM90."""
+    return config if arch == STEPS_ARCH and steps_ready() else replace(config, steps_columns=0)
 
 
 @functools.cache
 def steps_ready() -> bool:
-    """Whether this Triton's Gluon has what `topk_steps` needs (3.8 and later)."""
+    """Whether this Triton's Gluon has what `topk_steps` needs (3.8 and later); the interpreter has none."""
     if triton.knobs.runtime.interpret:
         return False
     try:

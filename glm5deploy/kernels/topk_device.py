@@ -17,11 +17,17 @@ NO_KEY = tl.constexpr(-2147483648)
 
 
 @triton.jit
-def columns(WARPS: tl.constexpr):
-    """int32 [4, WARPS, 32, 4]: 0 .. 512 * WARPS - 1."""
+def fours(WARPS: tl.constexpr):
+    """int32 [4, WARPS, 32, 1]: the first of each four columns."""
     o_r = tl.arange(0, 4)[:, None, None, None] * (WARPS * 128)
     o_w = tl.arange(0, WARPS)[None, :, None, None] * 128
-    return o_r + o_w + tl.arange(0, 32)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    return o_r + o_w + tl.arange(0, 32)[None, None, :, None] * 4
+
+
+@triton.jit
+def columns(WARPS: tl.constexpr):
+    """int32 [4, WARPS, 32, 4]: 0 .. 512 * WARPS - 1."""
+    return fours(WARPS) + tl.arange(0, 4)[None, None, None, :]
 
 
 @triton.jit

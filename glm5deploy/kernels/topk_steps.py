@@ -1,4 +1,4 @@
-"""Top-k of rows that a program or a cluster of them holds in registers, in Gluon: counted down the row's range.
+"""Top-k of rows that one program holds in registers, in Gluon: counted down the row's range.
 
 A sample gives the range that the numbers are likely in. Every number becomes a step down that range, 2^23 of them, by
 two instructions that never swap two numbers; a few rounds of counting then find the step of the k-th best. No key is
@@ -22,7 +22,6 @@ from glm5deploy.kernels.topk_steps_device import (
     places,
     rank,
     sample,
-    shared_layout,
     steps_down,
 )
 
@@ -45,7 +44,7 @@ def far_keys(b_x, before, width, o_c):
 def topk_steps_kernel(
     logits,  # fp32 [T, stride_in], 16-byte aligned
     starts,  # int32 [T], first column of the row, read when HAS_STARTS
-    lengths,  # int32 [T], columns of the row, at most 128 * CTAS * WARPS * GROUPS - 3
+    lengths,  # int32 [T], columns of the row, at most 128 * WARPS * GROUPS - 3
     topk,  # int32 [T, stride_topk]
     k,
     stride_in,
@@ -54,11 +53,9 @@ def topk_steps_kernel(
     WARPS: gl.constexpr,  # of this launch
     GROUPS: gl.constexpr,  # of 128 columns that a warp holds; a multiple of 4
     LOG_BINS: gl.constexpr,  # of one round; at least 5
-    CTAS: gl.constexpr,  # programs of the cluster that holds a row
 ):
     BINS: gl.constexpr = 2**LOG_BINS
-    totals = gl.allocate_shared_memory(gl.int32, [CTAS, WARPS], shared_layout(CTAS))
-    bins = gl.allocate_shared_memory(gl.int32, [CTAS, BINS if CTAS > 1 else 1], shared_layout(CTAS))
+    totals = gl.allocate_shared_memory(gl.int32, [WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     i_t = gl.program_id(0).to(gl.int64)
     width = gl.load(lengths + i_t)
     o_row = i_t * stride_in
@@ -67,9 +64,9 @@ def topk_steps_kernel(
     before = (o_row % 4).to(gl.int32)
     p_row = logits + gl.multiple_of(o_row - before, 4)
     p_top = topk + i_t * stride_topk
-    b_x, o_c = load_row(p_row, before, width, WARPS, GROUPS, CTAS)
+    b_x, o_c = load_row(p_row, before, width, WARPS, GROUPS)
     gl.barrier()  # or the sample is waited for before the last columns are asked for
-    b_sample = sample(p_row, before, width, WARPS, CTAS)
+    b_sample = sample(p_row, before, width, WARPS)
     if (before > 0) | (width % 4 != 0):
         b_x = gl.where((o_c >= before) & (o_c < before + width), b_x, float("nan"))
     low = gl.min(gl.min(b_sample, axis=1), axis=0)
@@ -79,7 +76,7 @@ def topk_steps_kernel(
     b_u = steps_down(b_x, factor, (margin - low) * factor)
 
     SHIFT: gl.constexpr = LOG_STEPS - LOG_BINS
-    bin, above, reach = find_bin(((b_u >> SHIFT) & (BINS - 1)).to(gl.int32), bins, 0, k, WARPS, LOG_BINS, CTAS)
+    bin, above, reach = find_bin(((b_u >> SHIFT) & (BINS - 1)).to(gl.int32), 0, k, WARPS, LOG_BINS)
     shift = gl.to_tensor(SHIFT)
     first = FIRST_STEP + (bin << SHIFT)
     if width <= k:
@@ -92,13 +89,13 @@ def topk_steps_kernel(
         held = reach - above
         shift = gl.maximum(shift - LOG_BINS, 0)
         b_bin = ((b_u - first.to(gl.uint32)) >> shift.to(gl.uint32)).to(gl.int32)
-        bin, above, reach = find_bin(b_bin, bins, above, k, WARPS, LOG_BINS, CTAS)
+        bin, above, reach = find_bin(b_bin, above, k, WARPS, LOG_BINS)
         first += bin << shift
     last = (first + (1 << shift) - 1).to(gl.uint32)
     if reach != k:
         # Read anew, so that nothing is kept for this case in the other one.
         size = gl.load(lengths + i_t, volatile=True)
-        b_y, o_d = load_row(p_row, before, size, WARPS, GROUPS, CTAS)
+        b_y, o_d = load_row(p_row, before, size, WARPS, GROUPS)
         b_u = far_keys(b_y, before, size, o_d)
         last = gl.to_tensor(0xFFFFFFFE).to(gl.uint32)
         if size > k:
@@ -109,12 +106,12 @@ def topk_steps_kernel(
             while (reach != k) & (shift > 0):
                 shift = gl.maximum(shift - LOG_BINS, 0)
                 b_bin = ((b_u - base) >> shift.to(gl.uint32)).to(gl.int32)
-                bin, above, reach = find_bin(b_bin, bins, above, k, WARPS, LOG_BINS, CTAS)
+                bin, above, reach = find_bin(b_bin, above, k, WARPS, LOG_BINS)
                 base += (bin << shift).to(gl.uint32)
             last = base + ((1 << shift) - 1).to(gl.uint32)
             if reach != k:
                 # All that are left equal the k-th best: the first ones are taken.
-                b_rank = rank(ones_where_equal(b_u, last), totals, WARPS, GROUPS, CTAS)
+                b_rank = rank(ones_where_equal(b_u, last), totals, WARPS, GROUPS)
                 b_u = gl.where((b_u == last) & (b_rank > k - above), 0xFFFFFFFF, b_u)
         else:
             gl.store(p_top + o_d, -1, mask=(o_d >= size) & (o_d < k))
@@ -124,8 +121,8 @@ def topk_steps_kernel(
     # Negative where the column is taken: the sign is the flag, and neither predicates nor flags are kept. Numbers are
     # below 2^31 here.
     b_less = (b_u - (last + 1)).to(gl.int32, bitcast=True)
-    b_rank = rank((b_less.to(gl.uint32, bitcast=True) >> 31).to(gl.int32), totals, WARPS, GROUPS, CTAS)
-    o_t, o_r = places(WARPS, GROUPS, CTAS)
+    b_rank = rank((b_less.to(gl.uint32, bitcast=True) >> 31).to(gl.int32), totals, WARPS, GROUPS)
+    o_t, o_r = places(WARPS, GROUPS)
     gl.inline_asm_elementwise(
         """
         {

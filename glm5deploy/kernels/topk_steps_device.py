@@ -1,7 +1,6 @@
 """Device functions of `topk_steps`: layouts, columns of a row, steps, bins and ranks.
 
-A row is held by a cluster of CTAS programs of WARPS warps, each of which holds GROUPS times 128 neighbours: what is
-before a warp is then one number. Programs of a cluster meet in sums over dimensions that they share, nowhere else.
+A row is held by WARPS warps, each of which holds GROUPS times 128 neighbours: what is before a warp is one number.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -16,45 +15,21 @@ LOG_STEPS = gl.constexpr(23)
 
 
 @gluon.constexpr_function
-def cta_bases(CTAS, rank):
-    """How the programs of a cluster share the first of `rank` dimensions: parts of it, one after the other."""
-    return [[1 << bit] + [0] * (rank - 1) for bit in range(CTAS.bit_length() - 1)]
+def each_layout(WARPS):
+    """Of a row's columns, [WARPS, GROUPS, 32, 4]."""
+    return gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
 
 
 @gluon.constexpr_function
-def each_layout(WARPS, CTAS):
-    """Of a row's columns, [CTAS * WARPS, GROUPS, 32, 4]."""
-    return gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0], cta_bases(CTAS, 4))
+def line_layout(WARPS, each=1):
+    """[n, 32 * each]: the second dimension within a warp. The same in every warp where n is 1."""
+    return gl.BlockedLayout([1, each], [1, 32], [WARPS, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def pair_layout(WARPS, CTAS, each=1):
-    """[CTAS or CTAS * WARPS, 32 * each]: the second dimension within a warp."""
-    return gl.BlockedLayout([1, each], [1, 32], [WARPS, 1], [1, 0], cta_bases(CTAS, 2))
-
-
-@gluon.constexpr_function
-def sample_layout(WARPS, CTAS):
+def sample_layout(WARPS):
     """Of the sample, [1, 32, 4]: the same in every warp."""
-    return gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0], cta_bases(CTAS, 3))
-
-
-@gluon.constexpr_function
-def cube_layout(WARPS, CTAS):
-    """[CTAS, WARPS, WARPS]: what a warp knows of its program's."""
-    return gl.BlockedLayout([1, 1, 1], [1, 1, 32], [1, WARPS, 1], [2, 1, 0], cta_bases(CTAS, 3))
-
-
-@gluon.constexpr_function
-def line_layout(WARPS, CTAS, each):
-    """[1, 32 * each]: the same in every warp of every program."""
-    return gl.BlockedLayout([1, each], [1, 32], [WARPS, 1], [1, 0], [[0, 0] for _ in cta_bases(CTAS, 2)])
-
-
-@gluon.constexpr_function
-def shared_layout(CTAS):
-    """[CTAS, n] in shared memory, a row a program."""
-    return gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cta_bases(CTAS, 2))
+    return gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
 
 
 @gluon.jit
@@ -64,7 +39,7 @@ def _add(a, b):
 
 @gluon.jit
 def scan_fours(b_flag):
-    """Sums up to each of four neighbours; Gluon's own scans fail in clusters (3.8)."""
+    """Sums up to each of four neighbours, in fewer registers than Gluon's scan."""
     return gl.inline_asm_elementwise(
         """
         mov.b32 $0, $4;
@@ -77,37 +52,6 @@ def scan_fours(b_flag):
         dtype=gl.int32,
         is_pure=True,
         pack=4,
-    )
-
-
-@gluon.jit
-def scan_lanes(b_value):
-    """Sums up to each lane of a warp."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 there;
-        .reg .b32 here;
-        .reg .pred inside;
-        mov.b32 here, $1;
-        shfl.sync.up.b32 there|inside, here, 1, 0, -1;
-        @inside add.s32 here, here, there;
-        shfl.sync.up.b32 there|inside, here, 2, 0, -1;
-        @inside add.s32 here, here, there;
-        shfl.sync.up.b32 there|inside, here, 4, 0, -1;
-        @inside add.s32 here, here, there;
-        shfl.sync.up.b32 there|inside, here, 8, 0, -1;
-        @inside add.s32 here, here, there;
-        shfl.sync.up.b32 there|inside, here, 16, 0, -1;
-        @inside add.s32 here, here, there;
-        mov.b32 $0, here;
-        }
-        """,
-        "=r,r",
-        [b_value],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
     )
 
 
@@ -125,13 +69,13 @@ def ones_where_equal(b_a, b):
 
 
 @gluon.jit
-def places(WARPS: gl.constexpr, GROUPS: gl.constexpr, CTAS: gl.constexpr):
-    """int32 [CTAS * WARPS, 1, 32, 1] and [1, GROUPS, 1, 4], whose sums are 0, 1, 2, ..
+def places(WARPS: gl.constexpr, GROUPS: gl.constexpr):
+    """int32 [WARPS, 1, 32, 1] and [1, GROUPS, 1, 4], whose sums are 0, 1, 2, ..
 
     Apart, because the second one is known when the kernel is compiled.
     """
-    EACH: gl.constexpr = each_layout(WARPS, CTAS)
-    o_w = gl.arange(0, CTAS * WARPS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, EACH))))[:, None, None, None]
+    EACH: gl.constexpr = each_layout(WARPS)
+    o_w = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, EACH))))[:, None, None, None]
     o_g = gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, EACH))))[None, :, None, None]
     o_l = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, EACH))))[None, None, :, None]
     o_j = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, EACH))))[None, None, None, :]
@@ -139,17 +83,17 @@ def places(WARPS: gl.constexpr, GROUPS: gl.constexpr, CTAS: gl.constexpr):
 
 
 @gluon.jit
-def load_row(p_row, before, width, WARPS: gl.constexpr, GROUPS: gl.constexpr, CTAS: gl.constexpr):
-    """fp32 [CTAS * WARPS, GROUPS, 32, 4] from p_row on in whole 16 bytes, NaN behind the row; and their places."""
-    o_t, o_r = places(WARPS, GROUPS, CTAS)
+def load_row(p_row, before, width, WARPS: gl.constexpr, GROUPS: gl.constexpr):
+    """fp32 [WARPS, GROUPS, 32, 4] from p_row on in whole 16 bytes, NaN behind the row; and their places."""
+    o_t, o_r = places(WARPS, GROUPS)
     end = gl.multiple_of((before + width + 3) // 4 * 4, 4)
     return gl.load((p_row + o_t) + o_r, mask=o_t + o_r < end, other=float("nan")), o_t + o_r
 
 
 @gluon.jit
-def sample(p_row, before, width, WARPS: gl.constexpr, CTAS: gl.constexpr):
+def sample(p_row, before, width, WARPS: gl.constexpr):
     """fp32 [32, 4], the same in every warp: 32 neighbours from each of four places of the row."""
-    BOTH: gl.constexpr = gl.SliceLayout(0, sample_layout(WARPS, CTAS))
+    BOTH: gl.constexpr = gl.SliceLayout(0, sample_layout(WARPS))
     o_l = gl.arange(0, 32, gl.SliceLayout(1, BOTH))[:, None]
     o_j = gl.arange(0, 4, gl.SliceLayout(0, BOTH))[None, :]
     first = gl.multiple_of((before + 3) // 4 * 4, 4)
@@ -182,26 +126,13 @@ def steps_down(b_x, factor, offset):
 
 
 @gluon.jit
-def find_bin(b_bin, bins, above, k, WARPS: gl.constexpr, LOG_BINS: gl.constexpr, CTAS: gl.constexpr):
+def find_bin(b_bin, above, k, WARPS: gl.constexpr, LOG_BINS: gl.constexpr):
     """Which of 2^LOG_BINS bins the k-th is in, how many are before it, and how many up to its end.
 
-    `above` are before all bins; what is in none of them is not counted. bins: int32 [CTAS, 2^LOG_BINS], shared memory
-    of clusters, whose programs count apart: `histogram` knows nothing of clusters (3.8).
+    `above` are before all bins; what is in none of them is not counted. Every warp finds the bin by itself.
     """
-    FLAT: gl.constexpr = line_layout(WARPS, CTAS, 2**LOG_BINS // 32)
-    if CTAS == 1:
-        b_held = gl.histogram(gl.ravel(b_bin), 2**LOG_BINS, layout=gl.SliceLayout(0, FLAT))
-    else:
-        LINE: gl.constexpr = pair_layout(WARPS, CTAS, 2**LOG_BINS // 32)
-        bins.store(gl.zeros([CTAS, 2**LOG_BINS], gl.int32, LINE))
-        gl.barrier()
-        b_bin = gl.reshape(b_bin, [CTAS, b_bin.numel // CTAS])
-        b_one = gl.full(b_bin.shape, 1, gl.int32, b_bin.type.layout)
-        bins.atomic_scatter_add(b_one, b_bin, axis=1, mask=b_bin.to(gl.uint32, bitcast=True) < 2**LOG_BINS)
-        gl.barrier()
-        b_held = gl.sum(bins.load(LINE), axis=0)
-        gl.barrier()
-        b_held = gl.convert_layout(b_held, gl.SliceLayout(0, FLAT))
+    LINE: gl.constexpr = line_layout(WARPS, 2**LOG_BINS // 32)
+    b_held = gl.histogram(gl.ravel(b_bin), 2**LOG_BINS, layout=gl.SliceLayout(0, LINE))
     b_reach = above + gl.associative_scan(b_held[None, :], 1, _add)
     b_short = b_reach < k
     bin = gl.sum(gl.sum(b_short.to(gl.int32), axis=1), axis=0)
@@ -211,27 +142,28 @@ def find_bin(b_bin, bins, above, k, WARPS: gl.constexpr, LOG_BINS: gl.constexpr,
 
 
 @gluon.jit
-def rank(b_flag, totals, WARPS: gl.constexpr, GROUPS: gl.constexpr, CTAS: gl.constexpr):
+def rank(b_flag, totals, WARPS: gl.constexpr, GROUPS: gl.constexpr):
     """Of each one among ones and zeros in the order of `places`, how many ones there are up to it.
 
-    int32 [CTAS * WARPS, GROUPS, 32, 4]; totals: int32 [CTAS, WARPS], shared memory.
+    int32 [WARPS, GROUPS, 32, 4]; totals: int32 [WARPS], shared memory.
     """
     FOURS: gl.constexpr = gl.SliceLayout(3, b_flag.type.layout)
     GROUP: gl.constexpr = gl.SliceLayout(2, FOURS)
-    PAIR: gl.constexpr = pair_layout(WARPS, CTAS)
-    WARP: gl.constexpr = gl.SliceLayout(1, PAIR)
+    LINE: gl.constexpr = line_layout(WARPS)
+    WARP: gl.constexpr = gl.SliceLayout(1, LINE)
+    OTHER: gl.constexpr = gl.SliceLayout(0, LINE)
     o_g = gl.arange(0, GROUPS, gl.SliceLayout(0, GROUP))[None, :]
     o_k = gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, FOURS)))[None, :, None]
     b_four = gl.sum(b_flag, axis=3)
-    b_lane = gl.zeros([CTAS * WARPS, GROUPS, 32], gl.int32, FOURS)
-    b_begin = gl.zeros([CTAS * WARPS, GROUPS], gl.int32, GROUP)
-    b_total = gl.zeros([CTAS * WARPS], gl.int32, WARP)
+    b_lane = gl.zeros([WARPS, GROUPS, 32], gl.int32, FOURS)
+    b_begin = gl.zeros([WARPS, GROUPS], gl.int32, GROUP)
+    b_total = gl.zeros([WARPS], gl.int32, WARP)
     for pack in gl.static_range(GROUPS // 4):
         # Four groups side by side: a warp has at most 128 ones of each in a byte.
         m_k = o_k // 4 == pack
         b_packed = gl.sum(gl.where(m_k, b_four << (o_k % 4 * 8), 0), axis=1)
-        b_packed = gl.convert_layout(b_packed, PAIR, assert_trivial=True)
-        b_before = scan_lanes(b_packed) - b_packed
+        b_packed = gl.convert_layout(b_packed, LINE, assert_trivial=True)
+        b_before = gl.associative_scan(b_packed, 1, _add) - b_packed
         b_before = gl.convert_layout(b_before, gl.SliceLayout(1, FOURS), assert_trivial=True)
         b_lane += gl.where(m_k, (b_before[:, None, :] >> (o_k % 4 * 8)) & 0xFF, 0)
         b_sum = gl.sum(b_packed, axis=1)
@@ -239,19 +171,8 @@ def rank(b_flag, totals, WARPS: gl.constexpr, GROUPS: gl.constexpr, CTAS: gl.con
             b_here = gl.convert_layout(b_total, gl.SliceLayout(1, GROUP), assert_trivial=True)
             b_begin += gl.where(o_g == pack * 4 + byte, b_here[:, None], 0)
             b_total += (b_sum >> (8 * byte)) & 0xFF
-    CUBE: gl.constexpr = cube_layout(WARPS, CTAS)
-    totals.store(gl.convert_layout(gl.reshape(b_total, [CTAS, WARPS]), gl.SliceLayout(2, CUBE)))
-    b_others = totals.load(gl.SliceLayout(1, CUBE))
-    o_o = gl.arange(0, WARPS, gl.SliceLayout(0, gl.SliceLayout(1, CUBE)))[None, None, :]
-    o_w = gl.arange(0, WARPS, gl.SliceLayout(0, gl.SliceLayout(2, CUBE)))[None, :, None]
-    b_base = gl.sum(gl.where(o_o < o_w, b_others[:, None, :], 0), axis=2)
-    if CTAS > 1:
-        b_cta = gl.convert_layout(gl.sum(b_others, axis=1), WARP)
-        o_from = gl.arange(0, CTAS, WARP)[:, None]
-        o_to = gl.arange(0, CTAS, gl.SliceLayout(0, PAIR))[None, :]
-        b_first = gl.sum(gl.where(o_from < o_to, b_cta[:, None], 0), axis=0)
-        b_own = gl.sum(gl.where(o_from == o_to, b_first[None, :], 0), axis=1)
-        b_base += gl.convert_layout(b_own, gl.SliceLayout(1, gl.SliceLayout(2, CUBE)))[:, None]
-    b_base = gl.convert_layout(gl.reshape(b_base, [CTAS * WARPS]), gl.SliceLayout(1, GROUP))
-    b_begin += b_base[:, None]
+    totals.store(b_total)
+    m_before = gl.arange(0, WARPS, OTHER)[None, :] < gl.arange(0, WARPS, WARP)[:, None]
+    b_base = gl.sum(gl.where(m_before, totals.load(OTHER)[None, :], 0), axis=1)
+    b_begin += gl.convert_layout(b_base, gl.SliceLayout(1, GROUP), assert_trivial=True)[:, None]
     return (b_begin[:, :, None] + b_lane)[:, :, :, None] + scan_fours(b_flag)

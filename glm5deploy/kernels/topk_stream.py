@@ -17,6 +17,7 @@ from glm5deploy.kernels.topk_device import (
     NO_KEY,
     columns,
     exclusive_count,
+    fours,
     key_value,
     kth_key,
     ordered_key,
@@ -48,12 +49,12 @@ def sample_threshold(p_row, width, k, SAMPLE: tl.constexpr):
 
 
 @triton.jit
-def load_columns(p_row, column, before, width, WARPS: tl.constexpr):
-    """Numbers of 512 * WARPS columns of a row that begins `before` columns behind p_row; any number outside of it."""
+def load_columns(p_row, column, end, WARPS: tl.constexpr):
+    """Numbers of the 512 * WARPS columns behind p_row from `column` on; any number from `end` on."""
     column = tl.multiple_of(column, 4)
     o_x = columns(WARPS)
-    end = tl.multiple_of((before + width + 3) // 4 * 4 - column, 4)
-    return tl.load(p_row + column + o_x, mask=o_x < end, other=0.0)
+    left = tl.multiple_of((end + 3) // 4 * 4 - column, 4)
+    return tl.load(p_row + column + o_x, mask=o_x < left, other=0.0)
 
 
 @triton.jit
@@ -77,6 +78,31 @@ def collect(b_x, p_held, first, done, width, reach, held, WARPS: tl.constexpr, A
     return held + added, done
 
 
+@triton.jit
+def halves(b_pair):
+    """Numbers and positions of list entries."""
+    return b_pair.to(tl.int32).to(tl.float32, bitcast=True), (b_pair >> 32).to(tl.int32)
+
+
+@triton.jit
+def best(b_x, m_held, held, least, k, WARPS: tl.constexpr):
+    """Keys of 512 * WARPS numbers, of which `held` count; what the k best exceed; how many of those precede each."""
+    b_key = tl.where(m_held, ordered_key(b_x), NO_KEY)
+    high = tl.max(tl.reshape(b_key, [512 * WARPS]), axis=0)
+    b_key, low = select_keys(b_key, held, high, least, k, WARPS, LOG_BINS=8)
+    b_out, _count = exclusive_count((b_key > low).to(tl.int32), WARPS)
+    return b_key, low, b_out
+
+
+@triton.jit
+def store_best(p_top, b_out, b_position, b_key, low, held, k, WARPS: tl.constexpr, ASM: tl.constexpr):
+    """Store the positions whose keys exceed low, and -1 where there are less than k."""
+    scatter(p_top, b_out, b_position, b_key, low, ASM)
+    if held < k:
+        o_c = columns(WARPS)
+        tl.store(p_top + o_c, -1, mask=(o_c >= held) & (o_c < k))
+
+
 @triton.jit(
     do_not_specialize=["k", "chunks", "stride_in"],
     do_not_specialize_on_alignment=["starts", "lengths", "counts"],
@@ -85,7 +111,7 @@ def topk_parts_kernel(
     logits,  # fp32 [T, stride_in], 16-byte aligned
     starts,  # int32 [T], first column of the row, read when HAS_STARTS
     lengths,  # int32 [T], columns of the row
-    counts,  # int32 [T, parts], entries of each part's list
+    counts,  # int64 [T, parts]: entries of a part's list and, in the upper half, the least key that it may have
     lists,  # int64 [T, parts, 512 * WARPS]: a column's bits and, in the upper half, its position
     k,
     chunks,  # of 512 * WARPS columns that a part has
@@ -95,6 +121,7 @@ def topk_parts_kernel(
     SAMPLE: tl.constexpr,
     ASM: tl.constexpr,
     EARLY: tl.constexpr,  # the next kernel may start while this one runs
+    AHEAD: tl.constexpr,  # the first columns are asked for before the sample
 ):
     """Lists what reaches the row's threshold, one list a part; a list with a count above 512 * WARPS is not whole."""
     SIZE: tl.constexpr = 512 * WARPS
@@ -103,23 +130,27 @@ def topk_parts_kernel(
     i_t = tl.program_id(0).to(tl.int64)
     i_p = tl.program_id(1)
     width, o_row, before = row_begin(starts, lengths, i_t, stride_in, HAS_STARTS)
+    p_row = logits + o_row
     column = i_p * chunks * SIZE
     end = tl.minimum(column + chunks * SIZE, before + width)
     o_list = i_t * tl.num_programs(1) + i_p
     held = 0
     done = 0
+    least = tl.full((), LEAST_KEY, tl.int32)
     if column < end:
-        least = tl.full((), LEAST_KEY, tl.int32)
+        if AHEAD:
+            b_next = load_columns(p_row, column, end, WARPS)
         if width > SIZE:
-            least = sample_threshold(logits + o_row + before, width, k, SAMPLE)
+            least = sample_threshold(p_row + before, width, k, SAMPLE)
+        if not AHEAD:
+            b_next = load_columns(p_row, column, end, WARPS)
         reach = key_value(least)
-        b_next = load_columns(logits + o_row, column, before, width, WARPS)
         while column < end:
             b_x = b_next
-            b_next = load_columns(logits + o_row, column + SIZE, before, width, WARPS)
+            b_next = load_columns(p_row, column + SIZE, end, WARPS)
             held, done = collect(b_x, lists + o_list * SIZE, column - before, done, width, reach, held, WARPS, ASM)
             column += SIZE
-    tl.store(counts + o_list, held)
+    tl.store(counts + o_list, (least.to(tl.int64) << 32) | held)
 
 
 @triton.jit(
@@ -145,24 +176,48 @@ def topk_stream_kernel(
     LIST: tl.constexpr,  # entries of a part's list
     ASM: tl.constexpr,
     EARLY: tl.constexpr,  # started while topk_parts_kernel runs
+    AHEAD: tl.constexpr,  # the first columns are asked for before the sample
+    AT_ONCE: tl.constexpr,  # lists that fit are selected from as they are, without a joined copy
 ):
     SIZE: tl.constexpr = 512 * WARPS
     i_t = tl.program_id(0).to(tl.int64)
     width, o_row, before = row_begin(starts, lengths, i_t, stride_in, HAS_STARTS)
+    p_row, end = logits + o_row, before + width
     p_held = held_pairs + i_t * SIZE
+    p_top = topk + i_t * stride_topk
+    o_c = columns(WARPS)
     least = tl.full((), LEAST_KEY, tl.int32)  # no entry of the list is less
     column = 0
     done = 0  # columns before this one have been looked at
     held = 0
+    pending = 1
     if EARLY:
         gdc_wait()
     if PARTS > 0:
+        COLUMNS: tl.constexpr = SIZE // PARTS
         o_p = tl.arange(0, PARTS)
-        b_count = tl.load(counts + i_t * parts + o_p, mask=o_p < parts, other=0)
+        b_told = tl.load(counts + i_t * parts + o_p, mask=o_p < parts, other=0)
+        if AT_ONCE:
+            # The first COLUMNS entries of each list, asked for before it is known how many it has.
+            o_part = fours(WARPS) // COLUMNS
+            m_part = o_part < parts
+            b_size = tl.load(counts + i_t * parts + o_part, mask=m_part, other=0).to(tl.int32)
+            b_pair = tl.load(lists + (i_t * parts + o_part) * LIST + o_c % COLUMNS, mask=m_part, other=0)
+        b_count = b_told.to(tl.int32)
         most = tl.max(b_count, axis=0)
         total = tl.sum(b_count, axis=0)
-        if (most <= LIST) & (total <= SIZE) & (total >= tl.minimum(k, width)):
-            COLUMNS: tl.constexpr = SIZE // PARTS
+        whole = (most <= LIST) & (total <= SIZE) & (total >= tl.minimum(k, width))
+        if whole:
+            column = (end + 3) // 4 * 4
+        if AT_ONCE:
+            if whole:
+                least = tl.max(tl.where(b_count > 0, (b_told >> 32).to(tl.int32), LEAST_KEY), axis=0)
+            if whole & (most <= COLUMNS):
+                b_x, b_position = halves(b_pair)
+                b_key, low, b_out = best(b_x, o_c % COLUMNS < b_size, total, least, k, WARPS)
+                store_best(p_top, b_out, b_position, b_key, low, total, k, WARPS, ASM)
+                pending = 0
+        if whole & (pending == 1):
             b_first = tl.cumsum(b_count, axis=0) - b_count
             first = 0
             while first < most:
@@ -172,18 +227,19 @@ def topk_stream_kernel(
                 tl.store(p_held + b_first[:, None] + o_e, tl.load(lists + o_from, mask=m_e, other=0), mask=m_e)
                 first += COLUMNS
             held = total
-            column = (before + width + 3) // 4 * 4
+    if AHEAD:
+        b_next = load_columns(p_row, column, end, WARPS)
     if (column == 0) & (width > SIZE):
-        least = sample_threshold(logits + o_row + before, width, k, SAMPLE)
+        least = sample_threshold(p_row + before, width, k, SAMPLE)
+    if not AHEAD:
+        b_next = load_columns(p_row, column, end, WARPS)
     next_key = least  # the least key that may still be listed
-    pending = 1
     while pending == 1:
         reach = key_value(next_key)
         fits = 1
-        b_next = load_columns(logits + o_row, column, before, width, WARPS)
-        while (fits == 1) & (column < before + width):
+        while (fits == 1) & (column < end):
             b_x = b_next
-            b_next = load_columns(logits + o_row, column + SIZE, before, width, WARPS)
+            b_next = load_columns(p_row, column + SIZE, end, WARPS)
             held, done = collect(b_x, p_held, column - before, done, width, reach, held, WARPS, ASM)
             if held <= SIZE:
                 column += SIZE
@@ -200,14 +256,8 @@ def topk_stream_kernel(
         else:
             # What was written by other threads is read, and read before it is overwritten.
             tl.debug_barrier()
-            o_c = columns(WARPS)
-            b_pair = tl.load(p_held + o_c)
-            b_x = b_pair.to(tl.int32).to(tl.float32, bitcast=True)
-            b_position = (b_pair >> 32).to(tl.int32)
-            b_key = tl.where(o_c < held, ordered_key(b_x), NO_KEY)
-            high = tl.max(tl.reshape(b_key, [SIZE]), axis=0)
-            b_key, low = select_keys(b_key, held, high, least, k, WARPS, LOG_BINS=8)
-            b_out, _count = exclusive_count((b_key > low).to(tl.int32), WARPS)
+            b_x, b_position = halves(tl.load(p_held + o_c))
+            b_key, low, b_out = best(b_x, o_c < held, held, least, k, WARPS)
             if fits == 0:
                 b_x = tl.where(b_key > low, b_x, float("nan"))
                 tl.debug_barrier()
@@ -218,8 +268,6 @@ def topk_stream_kernel(
                 next_key = low + 2
                 held = k
             else:
-                p_top = topk + i_t * stride_topk
-                scatter(p_top, b_out, b_position, b_key, low, ASM)
-                if held < k:
-                    tl.store(p_top + o_c, -1, mask=(o_c >= held) & (o_c < k))
+                store_best(p_top, b_out, b_position, b_key, low, held, k, WARPS, ASM)
                 pending = 0
+        b_next = load_columns(p_row, column, end, WARPS)

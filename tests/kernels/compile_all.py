@@ -55,7 +55,6 @@ class Job:
     aligned: tuple[str, ...] = field(default=())
     spill_limit: int = SPILL_LIMIT
     registers: int | None = None
-    ctas: int = 1
 
 
 def sparse_jobs(arch: int, family: str) -> Iterator[Job]:
@@ -160,51 +159,32 @@ def indexer_jobs(arch: int, family: str) -> Iterator[Job]:
 def selection_jobs(arch: int) -> Iterator[Job]:
     from glm5deploy.kernels import topk_config as topk
 
-    config = topk.topk_config(2048)
-    types = {"logits": F32, "starts": I32, "lengths": I32, "counts": I32, "topk": I32}
+    config = topk.TopkConfig()
+    types = {"logits": F32, "starts": I32, "lengths": I32, "counts": "*i64", "topk": I32}
     types |= {"lists": "*i64", "held_pairs": "*i64"}
     constants: dict[str, Any] = {"HAS_STARTS": False, "ASM": True}
-    warps = config.block_warps[-1]
-    for registers in {variant.block_registers: None for variant in topk.VARIANTS.values()}:
-        chosen = constants | {"WARPS": warps}
-        yield Job(
-            "topk_block.topk_block_kernel",
-            arch,
-            warps,
-            3,
-            types,
-            chosen,
-            ("logits",),
-            registers=registers,
-        )
-    # Where they are measured all of them, elsewhere one.
-    for steps in {steps: None for variant in topk.VARIANTS.values() for steps in variant.steps if arch == 90} or (
-        topk.VARIANTS["steps"].steps[1],
-    ):
+    for warps in config.block_warps:
+        kernel, chosen, registers = "topk_block.topk_block_kernel", constants | {"WARPS": warps}, topk.BLOCK_REGISTERS
+        yield Job(kernel, arch, warps, 3, types, chosen, ("logits",), registers=registers)
+    for steps in topk.STEPS if arch == topk.STEPS_ARCH else ():
         chosen = {"HAS_STARTS": False, "WARPS": steps.warps, "GROUPS": steps.groups, "LOG_BINS": steps.log_bins}
-        chosen |= {"CTAS": steps.ctas}
         kernel, registers = "topk_steps.topk_steps_kernel", steps.registers
-        yield Job(kernel, arch, steps.warps, 3, types, chosen, ("logits",), STEPS_SPILL_LIMIT, registers, steps.ctas)
+        yield Job(kernel, arch, steps.warps, 3, types, chosen, ("logits",), STEPS_SPILL_LIMIT, registers)
     early = arch >= topk.FIRST_EARLY_ARCH
     aligned = ("logits", "lists")
-    chosen = constants | {"WARPS": config.part_warps, "SAMPLE": config.samples[-1], "EARLY": early}
-    yield Job(
-        "topk_stream.topk_parts_kernel",
-        arch,
-        config.part_warps,
-        3,
-        types,
-        chosen,
-        aligned,
-        registers=topk.STREAM_REGISTERS,
-    )
-    for parts in (0, topk.MAX_PARTS):
-        warps = config.merge_warps[-1] if parts else config.stream_warps
+    variants = topk.VARIANTS.values() if arch == topk.STEPS_ARCH else (config,)
+    for ahead in {variant.ahead: None for variant in variants}:
+        chosen = constants | {"WARPS": config.part_warps, "SAMPLE": config.samples[-1], "EARLY": early, "AHEAD": ahead}
+        kernel, registers = "topk_stream.topk_parts_kernel", topk.STREAM_REGISTERS
+        yield Job(kernel, arch, config.part_warps, 3, types, chosen, aligned, registers=registers)
+    sizes = ((0, config.stream_warps), (8, config.merge_warps[0]), (topk.MAX_PARTS, config.merge_warps[-1]))
+    kinds = {(v.ahead, v.at_once and parts > 0, parts, warps): None for v in variants for parts, warps in sizes}
+    for ahead, at_once, parts, warps in kinds:
         chosen = constants | {"WARPS": warps, "SAMPLE": config.samples[0], "EARLY": early and parts > 0}
-        chosen |= {"PARTS": parts, "LIST": 512 * config.part_warps}
+        chosen |= {"PARTS": parts, "LIST": 512 * config.part_warps, "AHEAD": ahead, "AT_ONCE": at_once}
+        kernel, held = "topk_stream.topk_stream_kernel", (*aligned, "held_pairs")
         registers = None if parts else topk.STREAM_REGISTERS
-        held = (*aligned, "held_pairs")
-        yield Job("topk_stream.topk_stream_kernel", arch, warps, 3, types, chosen, held, registers=registers)
+        yield Job(kernel, arch, warps, 3, types, chosen, held, registers=registers)
 
 
 def other_jobs(arch: int) -> Iterator[Job]:
@@ -270,7 +250,7 @@ def compile_one(job: Job) -> dict[str, Any]:
         {(names.index(n),): value for n, value in job.constants.items()},
         {(names.index(n),): [["tt.divisibility", 16]] for n in job.aligned},
     )
-    options = {"num_warps": job.warps, "num_stages": job.stages, "maxnreg": job.registers, "num_ctas": job.ctas}
+    options = {"num_warps": job.warps, "num_stages": job.stages, "maxnreg": job.registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", job.arch, 32), options=options)
     facts = {
         "kernel": name,

@@ -1,4 +1,4 @@
-"""Runs a program of a compiled kernel, or a cluster of them, from its PTX, and finds what a GPU would not forgive.
+"""Runs a program of a compiled kernel from its PTX, and finds what a GPU would not forgive.
 
 Raised as AssertionError: memory outside the given tensors, shared memory that two warps touch between two barriers
 when one of them writes, and barriers or exchanges that some thread never comes to. Only the instructions that the
@@ -12,13 +12,13 @@ import re
 import numpy as np
 
 from tests.kernels.ptx_arithmetic import TYPES, Array, compute
-from tests.kernels.ptx_memory import CLUSTER, GIVEN, SHARED, Memory
+from tests.kernels.ptx_memory import GIVEN, SHARED, Memory
 
 
 class Program:
-    """A kernel's text, ready to run with `threads` threads in each of `ctas` programs of a cluster."""
+    """A kernel's text, ready to run with `threads` threads."""
 
-    def __init__(self, text: str, threads: int, ctas: int = 1) -> None:
+    def __init__(self, text: str, threads: int) -> None:
         body = text[text.index("\n{") :]
         body = re.sub(r"//.*", "", body)
         self.labels: dict[str, int] = {}
@@ -31,7 +31,7 @@ class Program:
                 guard, operation, rest = re.match(r"(?:@(!?%?\w+)\s+)?(\S+)\s*(.*)", line).groups()  # type: ignore[union-attr]
                 operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
                 self.code.append((guard or "", operation, operands))
-        self.threads, self.ctas = threads * ctas, ctas
+        self.threads = threads
         self.executed = 0  # warp instructions
 
     def run(self, program_id: int, parameters: list[int | Array]) -> None:
@@ -39,26 +39,19 @@ class Program:
         self.regs: dict[str, Array] = {}
         self.lane = np.arange(self.threads) % 32
         self.warp = np.arange(self.threads) // 32
-        rank = np.arange(self.threads) // (self.threads // self.ctas)
-        self.special = {
-            "%tid.x": np.arange(self.threads) % (self.threads // self.ctas),
-            "%ctaid.x": program_id * self.ctas + rank,
-            "%clusterid.x": np.full(self.threads, program_id),
-            "%cluster_ctarank": rank,
-        }
+        self.special = {"%tid.x": np.arange(self.threads), "%ctaid.x": np.full(self.threads, program_id)}
         given = [p for p in parameters if isinstance(p, np.ndarray)]
         addresses = iter(range(GIVEN, GIVEN * (len(given) + 1), GIVEN))
         self.parameters = [next(addresses) if isinstance(p, np.ndarray) else p for p in parameters]
-        self.memory = Memory(given, self.special["%cluster_ctarank"], self.warp)
+        self.memory = Memory(given, self.warp)
         pc = np.zeros(self.threads, np.int64)
         waiting = np.zeros(self.threads, bool)
         while len(self.code) > (here := int(np.where(waiting, len(self.code), pc).min())) or waiting.any():
             assert here < len(self.code), "threads wait for others that never come"
             mask = pc == here
             guard, operation, operands = self.code[here]
-            if operation.startswith(("bar", "shfl", "redux", "ldmatrix", "stmatrix")) and ".arrive" not in operation:
-                program = self.threads // (1 if "cluster" in operation else self.ctas)
-                together = program if operation.startswith("bar") else 32
+            if operation.startswith(("bar", "shfl", "redux", "ldmatrix", "stmatrix")):
+                together = self.threads if operation.startswith("bar") else 32
                 complete = np.repeat(mask.reshape(-1, together).all(1), together)
                 waiting[mask] = ~complete[mask]
                 if not complete.any():
@@ -155,11 +148,7 @@ class Program:
         kind = o[-1]
         match o[0]:
             case "bar" | "barrier":
-                if "arrive" not in o:
-                    self.memory.meet(active, "cluster" in o)
-            case "mapa":
-                to = (self.value(operands[2], "u32") << np.uint32(20)) + np.uint32(CLUSTER - SHARED)
-                self.put(operands[0], self.value(operands[1], "u32") + to, active)
+                self.memory.meet()
             case "ld" if o[1] == "param":
                 number = self.parameters[int(operands[1].strip("[]").rpartition("_")[2])]
                 self.put(operands[0], np.full(self.threads, number & (1 << 64) - 1, np.uint64), active)

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from glm5deploy.kernels import reference
+from glm5deploy.kernels.compile_counter import CompileCounter
+from glm5deploy.kernels.prepare import prepare
 from glm5deploy.kernels.topk import select_topk, topk_variant, topk_workspace_elements
-from glm5deploy.kernels.topk_config import VARIANTS, runnable, steps_ready
+from glm5deploy.kernels.topk_config import STEPS_ARCH, VARIANTS, runnable, steps_ready, topk_config
 from glm5deploy.kernels.tuning import gpu
+from glm5deploy.kernels.warmup import Serving, launches
 from tests.kernels.topk_rows import awkward_rows, deceiving_rows
 
 pytestmark = pytest.mark.gpu
@@ -19,12 +22,13 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("k", [1, 64, 2048, 4096])
 @pytest.mark.parametrize(
-    ("copies", "width", "variant"), [(1, 8192, "block"), (1, 40_001, "parts"), (60, 9003, "stream")]
+    ("copies", "width", "variant"), [(1, 8192, "block"), (1, 40_001, "parts"), (60, 17_003, "stream")]
 )
 def test_awkward_rows(copies: int, width: int, variant: str, k: int) -> None:
     logits = awkward_rows(width, "cuda").repeat(copies, 1)
-    rows = len(logits)
-    assert topk_variant(rows, width, k, width, gpu(logits.device))[0] == variant
+    rows, of = len(logits), gpu(logits.device)
+    expected = "steps" if topk_config(k, of.arch).step(width) else variant
+    assert topk_variant(rows, width, k, width, of)[0] == expected
     lengths = torch.full((rows,), width, dtype=torch.int32, device="cuda")
     lengths[1::3] -= torch.arange(len(lengths[1::3]), dtype=torch.int32, device="cuda") % 9
     lengths[-2:] = torch.tensor([0, 2047], dtype=torch.int32, device="cuda")
@@ -41,9 +45,10 @@ def test_awkward_rows(copies: int, width: int, variant: str, k: int) -> None:
 @pytest.mark.parametrize("width", [4093, 8192, 16_001, 32_768, 131_072])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant(name: str, width: int, k: int) -> None:
-    if VARIANTS[name].steps and not steps_ready():
-        pytest.skip("selection by steps needs the Gluon of triton 3.8")
-    config = runnable(VARIANTS[name])
+    arch = gpu(torch.device("cuda", 0)).arch
+    if VARIANTS[name].steps_columns and not (steps_ready() and arch == STEPS_ARCH):
+        pytest.skip("selection by steps is for SM90 and the Gluon of triton 3.8")
+    config = runnable(VARIANTS[name], arch)
     logits = torch.cat((awkward_rows(width, "cuda"), deceiving_rows(width, "cuda")))
     count = len(logits)
     starts = torch.arange(count, dtype=torch.int32, device="cuda") % 7
@@ -51,10 +56,36 @@ def test_every_variant(name: str, width: int, k: int) -> None:
     lengths[:5] = torch.tensor([0, k - 1, k, k + 1, 127], dtype=torch.int32, device="cuda")
     scratch = torch.empty(topk_workspace_elements(count, width, k, config), dtype=torch.int32, device="cuda")
     for first in (None, starts) if name in ("keys", "steps") else (None,):  # each form is compiled apart
-        out = torch.full((count, k + 1), -7, dtype=torch.int32, device="cuda")
-        select_topk(logits, lengths, k, width, out, scratch, first, config)
-        assert torch.equal(out[:, :k], reference.select_topk(logits, lengths, k, first))
-        assert (out[:, k] == -7).all()
+        expected = reference.select_topk(logits, lengths, k, first)
+        for few in (count, 8, 1):  # so many at a time: the fewer, the more programs share one
+            out = torch.full((count, k + 1), -7, dtype=torch.int32, device="cuda")
+            for rows in torch.arange(count).split(few):
+                taken = slice(int(rows[0]), int(rows[-1]) + 1)
+                begin = None if first is None else first[taken]
+                select_topk(logits[taken], lengths[taken], k, width, out[taken], scratch, begin, config)
+            assert torch.equal(out[:, :k], expected)
+            assert (out[:, k] == -7).all()
+
+
+def test_after_warm_up_nothing_compiles_for_rows_of_any_length() -> None:
+    serving, device = Serving(8, 32, 2048, 600, 140_000, 64, packed=False), torch.device("cuda")
+    prepare([launch for launch in launches(serving, device) if launch.variant[0] == "selection"], device)
+    scratch = torch.empty(topk_workspace_elements(600, 140_000, 2048), dtype=torch.int32, device="cuda")
+    out = torch.empty(600, 2048, dtype=torch.int32, device="cuda")
+    lengths = torch.zeros(603, dtype=torch.int32, device="cuda")
+    memory = torch.zeros(600 * 140_000, device="cuda")
+    ends = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
+    with CompileCounter() as counter:
+        for width in (
+            2049,
+            140_000,
+            *(end + near for end in ends for near in range(-4, 5)),
+            *range(2050, 140_000, 997),
+        ):
+            for rows in (1, 2, 5, 8, 9, 33, 64, 512, 513, 600):
+                scores = memory[: rows * width].view(rows, width)
+                select_topk(scores, lengths[rows % 4 :][:rows], 2048, width, out[:rows], scratch)
+    assert counter.names == []
 
 
 def test_rows_may_start_anywhere() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,9 @@ from tests.kernels.topk_rows import awkward_rows
 # A program holds 512 columns, and the stand-in GPU four programs.
 SMALL = TopkConfig((1,), 1, 1, (1, 2), few_rows=8, samples=(64, 128), per_sm=8, spared=1)
 ONE_PROGRAM = replace(SMALL, spared=1000)
+AT_ONCE = replace(SMALL, ahead=True, at_once=True)
+LAUNCHES = {"parts": SMALL, "at once": AT_ONCE, "one program": ONE_PROGRAM, "ahead": replace(AT_ONCE, spared=1000)}
+every_launch = pytest.mark.parametrize("config", LAUNCHES.values(), ids=LAUNCHES)
 WIDTH = 3001
 
 
@@ -39,17 +43,22 @@ class Run:
         select_topk(logits, sizes, k, longest, out, self.scratch, first, config)
         assert torch.equal(out[:, :k], reference.select_topk(logits, sizes, k, first))
         assert (out[:, k:] == -77).all(), "columns past k are not the kernel's"
-        self.rows, self.longest = rows, longest
+        self.rows, self.longest, self.most = rows, longest, SMALL.merge(rows) * 512
+
+    def copied(self) -> bool:
+        """Whether anything was written where lists are joined."""
+        return bool((self.scratch[: 2 * self.rows * self.most] != -77).any())
 
     def part_counts(self) -> torch.Tensor:
         """How many columns of each row the parts listed."""
         parts, _ = SMALL.parts(self.rows, self.longest + 3, 4)
-        lists = 1024 * (self.rows + self.rows * parts)
-        return self.scratch[lists : lists + self.rows * parts].view(self.rows, parts).sum(1)
+        lists = self.rows * (self.most + 512 * parts)
+        counts = self.scratch.view(torch.int64)[lists : lists + self.rows * parts]
+        return counts.to(torch.int32).view(self.rows, parts).sum(1)
 
 
-@pytest.mark.parametrize("config", [SMALL, ONE_PROGRAM], ids=["parts", "one program"])
-@pytest.mark.parametrize("k", [1, 40, 300])
+@every_launch
+@pytest.mark.parametrize("k", [1, 300])
 def test_awkward_rows(k: int, config: TopkConfig) -> None:
     lengths = [WIDTH] * 13
     lengths[:4] = WIDTH, WIDTH - 1, WIDTH - 2, WIDTH - 3
@@ -61,13 +70,13 @@ def test_awkward_rows_that_one_program_holds(k: int) -> None:
     Run(awkward_rows(505), [505, 504, 503, 502, 0, 1, 33, 32, 300, 301, 505, 505, 505], k, SMALL)
 
 
-@pytest.mark.parametrize("config", [SMALL, ONE_PROGRAM], ids=["parts", "one program"])
+@every_launch
 def test_lengths_around_k_and_a_program(config: TopkConfig) -> None:
     lengths = [0, 1, 39, 40, 41, 511, 512, 513, 1023, 1025]
     Run(torch.randn(10, WIDTH), lengths, 40, config, max_length=WIDTH)
 
 
-@pytest.mark.parametrize("config", [SMALL, ONE_PROGRAM], ids=["parts", "one program"])
+@every_launch
 def test_rows_may_start_anywhere(config: TopkConfig) -> None:
     Run(torch.randn(5, WIDTH), [1800, 0, 509, 510, 2997], 33, config, starts=[1201, 3001, 1, 3, 4])
 
@@ -104,13 +113,51 @@ def test_a_good_sample_spares_the_list_most_columns() -> None:
     assert (counts <= 512).all()
 
 
+def test_lists_that_fit_are_not_copied() -> None:
+    """A program of 512 columns has room for 64 of each of six parts."""
+    even, uneven = torch.arange(WIDTH, dtype=torch.float32)[None] % 29, torch.arange(WIDTH, dtype=torch.float32)[None]
+    assert not Run(even, [WIDTH], 40, AT_ONCE).copied()
+    assert not Run(even, [20], 40, AT_ONCE, max_length=WIDTH).copied()
+    assert Run(even, [WIDTH], 40, SMALL).copied()
+    assert Run(uneven, [WIDTH], 40, AT_ONCE).copied()
+
+
 def test_the_largest_k() -> None:
     Run(torch.randn(2, 9000), [9000, 5000], 4096, None)
     Run(torch.randn(1, 4500).round(), [4500], 4096, None)
 
 
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Chosen as where they can be compiled."""
+    topk_config.topk_config.cache_clear()
+    monkeypatch.setattr(topk_config, "steps_ready", lambda: True)
+    yield
+    topk_config.topk_config.cache_clear()
+
+
+@pytest.mark.usefixtures("steps")
+def test_steps_take_rows_up_to_their_limit_on_the_architecture_that_was_measured() -> None:
+    of, limit = Gpu(90, 132, "sm90"), topk_config.STEPS_COLUMNS
+    assert limit == 16_384
+    for rows in (1, 2048):
+        assert topk_variant(rows, 4096, 2048, 4096, of) == ("steps", 8, 4, 0)
+        assert topk_variant(rows, 4095, 2048, 4095, of) == ("steps", 16, 4, 0)
+        assert topk_variant(rows, 8192, 2048, 8192, of) == ("steps", 16, 4, 0)
+        assert topk_variant(rows, 8190, 2048, 8191, of) == ("steps", 16, 8, 0)
+        assert topk_variant(rows, limit, 2048, limit, of) == ("steps", 16, 8, 0)
+        assert topk_variant(rows, limit - 2, 2048, limit - 1, of)[0] == "stream"
+        assert topk_variant(rows, limit, 2049, limit, of)[0] == "stream"
+        assert topk_variant(rows, 8192, 2048, 8192, Gpu(100, 148, "sm90")) == ("block", 16, 0, 0)
+        assert topk_variant(rows, 8192, 2048, 8192, Gpu(86, 46, "small")) == ("block", 16, 0, 0)
+
+
+def test_without_gluon_keys_take_all_rows() -> None:
+    assert topk_variant(1, 8192, 2048, 8192, Gpu(90, 132, "sm90")) == ("block", 16, 0, 0)
+
+
 def test_variants_and_scratch_for_every_launch() -> None:
-    of = Gpu(90, 132, "sm90")
+    of = Gpu(100, 132, "sm90")
     assert topk_variant(1, 4096, 2048, 4096, of) == ("block", 8, 0, 0)
     assert topk_variant(1, 4095, 2048, 4095, of) == ("block", 16, 0, 0)
     assert topk_variant(2048, 8192, 2048, 8192, of) == ("block", 16, 0, 0)
@@ -122,7 +169,7 @@ def test_variants_and_scratch_for_every_launch() -> None:
     for k in (1, 2048, 2049, 4096):
         held = topk_workspace_elements(2048, 131_072, k)
         assert all(topk_workspace_elements(rows, 8193, k) <= held for rows in range(1, 2049))
-        config = topk_config.topk_config(k)
+        config = topk_config.topk_config(k, 90)
         columns = 512 * config.part_warps
         for rows in (1, 2, 3, 16, 17, 64, 511, 512, 513, 2048):
             parts, each = config.parts(rows, 131_072, 300)

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from glm5deploy.kernels import warmup
+from glm5deploy.kernels import topk_config, warmup
 from glm5deploy.kernels.prepare import Launch, first_of_each, prepare
 from glm5deploy.kernels.topk import topk_variant
 from glm5deploy.kernels.tuning import Gpu
@@ -46,6 +46,27 @@ def test_selections_are_launched_as_their_variant_says(longest: int, monkeypatch
     for launch in launches:
         launch.call()
     assert launched == [launch.variant for launch in launches]
+
+
+@pytest.mark.parametrize("by_steps", [False, True])
+def test_every_selection_of_any_length_is_launched_and_no_other(
+    by_steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, k, longest = Gpu(90, 132, "sm90"), 2048, 70_001
+    monkeypatch.setattr(topk_config, "steps_ready", lambda: by_steps)
+    monkeypatch.setattr(warmup, "gpu", lambda device: of)
+    topk_config.topk_config.cache_clear()
+    serving = warmup.Serving(8, 32, k, 600, longest, 64, packed=False)
+    launched = {launch.variant[1:] for launch in warmup._selection(serving, torch.device("cpu"))}
+    ends = range(4096, longest, 4096)
+    widths = {k + 1, longest, *(end + near for end in ends for near in range(-4, 5)), *range(k + 1, longest, 61)}
+    rows = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 66, 88, 89, 132, 133, 264, 265, 512, 513, 600)
+    needed = {topk_variant(count, width, k, width, of) for width in widths for count in rows}
+    topk_config.topk_config.cache_clear()
+    assert launched == needed
+    assert {variant[0] for variant in needed} == (
+        {"steps", "stream", "parts"} if by_steps else {"block", "stream", "parts"}
+    )
 
 
 def test_one_number_stands_for_each_kind() -> None:

@@ -34,7 +34,7 @@ class Built:
     columns: int
 
 
-def build(kernel: Any, constants: dict[str, Any], warps: int, columns: int, ctas: int = 1) -> Built:
+def build(kernel: Any, constants: dict[str, Any], warps: int, columns: int) -> Built:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -48,10 +48,8 @@ def build(kernel: Any, constants: dict[str, Any], warps: int, columns: int, ctas
         {(names.index(n),): value for n, value in constants.items()},
         {(names.index("logits"),): [["tt.divisibility", 16]]},
     )
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", ARCH, 32), options={"num_warps": warps, "num_ctas": ctas}
-    )
-    return Built(kernel.__name__, Program(compiled.asm["ptx"], 32 * warps, ctas), columns)
+    compiled = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options={"num_warps": warps})
+    return Built(kernel.__name__, Program(compiled.asm["ptx"], 32 * warps), columns)
 
 
 def kernels() -> Iterator[tuple[Built, bool]]:
@@ -59,9 +57,9 @@ def kernels() -> Iterator[tuple[Built, bool]]:
     from glm5deploy.kernels.topk_block import topk_block_kernel
     from glm5deploy.kernels.topk_steps import topk_steps_kernel
 
-    for warps, groups, bins, ctas, starts in ((2, 4, 7, 1, False), (1, 8, 5, 1, True), (1, 4, 7, 2, True)):
-        constants = {"HAS_STARTS": starts, "WARPS": warps, "GROUPS": groups, "LOG_BINS": bins, "CTAS": ctas}
-        yield build(topk_steps_kernel, constants, warps, 128 * ctas * warps * groups, ctas), starts
+    for warps, groups, bins, starts in ((2, 4, 7, False), (1, 8, 5, True)):
+        constants = {"HAS_STARTS": starts, "WARPS": warps, "GROUPS": groups, "LOG_BINS": bins}
+        yield build(topk_steps_kernel, constants, warps, 128 * warps * groups), starts
     yield build(topk_block_kernel, {"HAS_STARTS": True, "WARPS": 2, "ASM": True}, 2, 1024), True
 
 
