@@ -27,6 +27,7 @@ _FILES = {
     "linear_kernel": LINEAR,
     "unpack": LINEAR,
     "moe_kernel": MOE,
+    "router": ROUTER,
     "sparse_mla": ATTENTION,
     "sparse_mla_hopper": ATTENTION,
     "indexer_logits": LOGITS,

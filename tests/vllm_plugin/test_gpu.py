@@ -42,8 +42,10 @@ DENSE = ("--model-loader-extra-config", json.dumps({"weights": "dense"}))
 DRAFT = ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 2}))
 CRAMPED = ("--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "48")  # a cache of 3,072 tokens
 
-# What comes before attention: in vLLM's own launches by default, in fewer when asked.
-LATENT, QUERY = (("--additional-config", json.dumps({"glm5_fusion": level})) for level in ("latent", "query"))
+# What comes before attention and around routed experts: in vLLM's own launches by default, in fewer when asked.
+LATENT, QUERY, EXPERTS = (
+    ("--additional-config", json.dumps({"glm5_fusion": level})) for level in ("latent", "query", "experts")
+)
 
 
 @cache
@@ -64,6 +66,7 @@ RUNS = (
     GpuRun("A-cramped", bf16("A"), (ask_prompts, ask_together, ask_under_pressure), flags=CRAMPED),
     GpuRun("A-dense", bf16("A"), (ask_prompts, ask_together), flags=DENSE),
     GpuRun("B-Q8-query", bf16("B-Q8"), ALL, flags=QUERY),
+    GpuRun("B-Q8-experts", bf16("B-Q8"), ALL, flags=EXPERTS),
     GpuRun("B-Q8-latent", bf16("B-Q8"), ALL, flags=LATENT),
 )
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
