@@ -11,9 +11,10 @@ from glm5deploy.kernels.index_cache import (
     prepare_query_kernel,
     store_keys_kernel,
 )
+from glm5deploy.kernels.index_checks import check_cache, check_key, check_query
 from glm5deploy.kernels.indexer_logits import paged_logits_kernel, ragged_logits_kernel
 from glm5deploy.kernels.latent_cache import byte_view, token_stride
-from glm5deploy.kernels.layout import INDEX_DIM, INDEX_KEY_BYTES, INDEX_ROPE_DIM, require
+from glm5deploy.kernels.layout import INDEX_DIM, require
 from glm5deploy.kernels.tuning import LogitsConfig, gpu, paged_config, ragged_config
 
 _FP8 = torch.float8_e4m3fn
@@ -36,13 +37,8 @@ def prepare_index_query(
     q [T, J, 128], weights [T, J], positions int [T], cos_sin [P, 64] -> values [T, J, 128], either float8_e4m3fn or a
     16-bit float that holds the same numbers (for GPUs whose matrix unit takes no e4m3), and weights_out fp32 [T, J].
     """
-    tokens, heads, width = q.shape
-    require(width == INDEX_DIM and q.stride(2) == 1, f"q must be [T, J, {INDEX_DIM}] with unit stride")
-    require(heads & (heads - 1) == 0, f"index heads must be a power of two, got {heads}")
-    require(cos_sin.shape[1] == INDEX_ROPE_DIM and cos_sin.is_contiguous(), f"cos_sin must be [P, {INDEX_ROPE_DIM}]")
-    require(weights.stride(1) == 1, "weights must have unit column stride")
-    codes = values.dtype == _FP8
-    require(values.is_contiguous() and weights_out.is_contiguous(), "outputs must be contiguous")
+    codes = check_query(q, weights, cos_sin, values, weights_out)
+    tokens, heads, _ = q.shape
     if tokens == 0:
         return values, weights_out
     prepare_query_kernel[(tokens,)](
@@ -73,11 +69,8 @@ def prepare_index_key(
     out: torch.Tensor,
 ) -> torch.Tensor:
     """`reference.prepare_index_key` on the GPU, in one launch: k [T, 128] -> out [T, 128] of the same type."""
-    tokens, width = k.shape
-    require(width == INDEX_DIM and k.stride(1) == 1, f"k must be [T, {INDEX_DIM}] with unit column stride")
-    require(cos_sin.shape[1] == INDEX_ROPE_DIM and cos_sin.is_contiguous(), f"cos_sin must be [P, {INDEX_ROPE_DIM}]")
-    require(weight.shape == bias.shape == (INDEX_DIM,), f"weight and bias must be [{INDEX_DIM}]")
-    require(weight.is_contiguous() and bias.is_contiguous(), "weight and bias must be contiguous")
+    tokens = k.shape[0]
+    check_key(k, weight, bias, cos_sin)
     require(out.is_contiguous() and out.shape == k.shape and out.dtype == k.dtype, "out must be k's like, contiguous")
     if tokens == 0:
         return out
@@ -97,16 +90,9 @@ def prepare_index_key(
     return out
 
 
-def _check_cache(cache: torch.Tensor) -> None:
-    width = cache.shape[2]
-    require(cache.dtype == torch.uint8, "index-key cache must be uint8")
-    require(width == INDEX_KEY_BYTES, f"index-key cache must be [blocks, block_size, {INDEX_KEY_BYTES}], got {width}")
-    require(cache.stride(1) == width and cache.stride(2) == 1, "tokens of a block must be adjacent")
-
-
 def store_index_keys(cache: torch.Tensor, k: torch.Tensor, slots: torch.Tensor) -> None:
     """`reference.store_index_keys` on the GPU: k [T, 128], slots int [T], cache uint8 [blocks, block_size, 132]."""
-    _check_cache(cache)
+    check_cache(cache)
     tokens = slots.shape[0]
     require(k.shape[1] == INDEX_DIM and k.stride(1) == 1, f"k must be [T, {INDEX_DIM}] with unit column stride")
     if tokens == 0:
@@ -137,7 +123,7 @@ def gather_index_keys(
     cumulative int32 [R + 1] are the requests' first rows in keys [S, 128] and the total. keys is float8_e4m3fn, and
     scales fp32 [S] is written too, or a 16-bit float, and the keys are dequantised (scales is left alone).
     """
-    _check_cache(cache)
+    check_cache(cache)
     requests = block_table.shape[0]
     total = keys.shape[0]
     codes = keys.dtype == _FP8
@@ -220,7 +206,7 @@ def paged_logits(
     q [T, J, 128] (float8_e4m3fn, or a 16-bit float holding e4m3 values), cache uint8 [blocks, block_size, 132],
     weights fp32 [T, J], lengths int32 [T], block_table int32 [B, columns], logits fp32 [T, >= longest length].
     """
-    _check_cache(cache)
+    check_cache(cache)
     tokens, heads, _ = q.shape
     requests = block_table.shape[0]
     if tokens == 0:

@@ -9,7 +9,14 @@ from functools import partial
 import torch
 import triton
 
-from glm5deploy.kernels.attention import combine_dims, combine_splits, sparse_mla_fwd, split_workspace_elements
+from glm5deploy.kernels.attention import (
+    combine_dims,
+    combine_splits,
+    sparse_mla_fwd,
+    split_keys,
+    split_workspace_elements,
+)
+from glm5deploy.kernels.index_input import index_input
 from glm5deploy.kernels.indexer import (
     gather_index_keys,
     paged_logits,
@@ -27,6 +34,7 @@ from glm5deploy.kernels.slots import slots_from_positions
 from glm5deploy.kernels.topk import select_topk, topk_variant, topk_workspace_elements
 from glm5deploy.kernels.topk_config import MOST_SHARED_ROWS
 from glm5deploy.kernels.tuning import gpu, index_value_dtype, sparse_config
+from glm5deploy.kernels.value_output import MOST_ROWS, value_output, value_variant, values_fuse
 
 # Every number of tokens up to here is launched; beyond, the first one of each configuration.
 _EVERY = 128
@@ -49,12 +57,15 @@ class Serving:
     max_next_n: int = 1  # query tokens of a decoding request, more than one with speculative decoding
     query_rank: int = 0  # latents of a query where `latent_input` norms them
     query_nope: int = 0  # dimensions of a head beside RoPE where `query_input` absorbs them
+    values: int = 0  # values of a head where `sparse_mla_values` multiplies with W_UV
+    index_at_once: bool = False  # index queries and keys are prepared and stored by `index_input`
 
 
 def launches(serving: Serving, device: torch.device) -> list[Launch]:
     """All of them, for :func:`glm5deploy.kernels.prepare.prepare`."""
     return [
         *_attention(serving, device),
+        *_values(serving, device),
         *_cache(serving, device),
         *_inputs(serving, device),
         *_queries(serving, device),
@@ -90,6 +101,29 @@ def _attend(serving: Serving, device: torch.device, tokens: int) -> None:
     lse = torch.empty((tokens, heads), device=device)
     workspace = torch.empty(split_workspace_elements(heads, keys, device, serving.packed), device=device)
     sparse_mla_fwd((q[0], q[1]), rows, slots, counts, 1.0, lse=lse, workspace=workspace)
+
+
+def _values(serving: Serving, device: torch.device) -> Iterator[Launch]:
+    """Attention's last launch where it multiplies with W_UV; cuBLAS's product of more tokens needs none."""
+    of, heads, values = gpu(device), serving.heads, serving.values
+    weight = torch.zeros((heads, values, LATENT_DIM), dtype=serving.dtype, device=device).transpose(1, 2)
+
+    def splits(tokens: int) -> int:
+        config = sparse_config(of, serving.packed, heads, tokens)
+        wanted = config.splits(tokens, heads, serving.topk, of.multiprocessors)
+        return split_keys(serving.topk, wanted, config.block_keys)[0]
+
+    def multiply(tokens: int, parts: int) -> None:
+        part = torch.zeros(tokens * heads * parts * LATENT_DIM, device=device)
+        out = torch.empty((tokens, heads, values), dtype=serving.dtype, device=device)
+        value_output(part, part[: tokens * heads * parts], parts, weight, out)
+
+    if values:
+        few = range(1, min(MOST_ROWS // heads, serving.max_tokens) + 1)
+        fused = [tokens for tokens in few if values_fuse(tokens * heads, splits(tokens), weight)]
+        for tokens in first_of_each(lambda t: value_variant(t * heads, splits(t), values), fused):
+            variant = value_variant(tokens * heads, splits(tokens), values)
+            yield Launch(("values", *variant), partial(multiply, tokens, splits(tokens)))
 
 
 def _cache_type(serving: Serving) -> torch.dtype:
@@ -152,6 +186,11 @@ def _queries(serving: Serving, device: torch.device) -> Iterator[Launch]:
         prepare_index_query(query, weights.to(serving.dtype), positions, cos_sin, 1.0, values, weights)
         key, norm = query[:, 0], torch.zeros(INDEX_DIM, device=device)
         prepare_index_key(key, norm, norm, 1e-6, positions, cos_sin, torch.empty_like(key))
+        if serving.index_at_once:
+            cache = torch.zeros((1, serving.block_size, INDEX_KEY_BYTES), dtype=torch.uint8, device=device)
+            slots, heads = torch.zeros(1, dtype=torch.int64, device=device), weights.to(serving.dtype)
+            step = (query, key, heads, (norm, norm, 1e-6), positions, cos_sin, 1.0, slots, cache)
+            index_input(*step, values, weights)
 
     for position_type in (torch.int64, torch.int32):
         for angle_type in (serving.dtype, torch.float32):  # vLLM keeps angles in either

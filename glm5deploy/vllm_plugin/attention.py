@@ -103,16 +103,13 @@ class Glm5SparseImpl(MLAAttentionImpl[SparseMetadata], SharedTopkIndicesBuffer):
         """q [T, H, 576] (or its latent and RoPE parts) over cache [blocks, block size, 576] -> out [T, H, 512]."""
         first = q[0] if isinstance(q, tuple) else q
         tokens, block_size = first.shape[0], kv_c_and_k_pe_cache.shape[1]
-        selected = self.topk_indices_buffer
-        assert selected is not None
-        rows, block_stride = flat_kv_row_view(kv_c_and_k_pe_cache, block_size)
         if first.is_cuda:
             from glm5deploy.vllm_plugin import device
 
-            slots, counts = device.resolve_slots(
-                selected[:tokens], attn_metadata, block_size, block_stride, fresh=self._owns_selection
-            )
-            return device.attend(q, rows, slots, counts, self.scale)
+            return device.attend(q, *self._resolved(tokens, kv_c_and_k_pe_cache, attn_metadata), self.scale)
+        selected = self.topk_indices_buffer
+        assert selected is not None
+        rows, block_stride = flat_kv_row_view(kv_c_and_k_pe_cache, block_size)
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         slots, _ = slots_from_positions(
             selected[:tokens],
@@ -123,6 +120,33 @@ class Glm5SparseImpl(MLAAttentionImpl[SparseMetadata], SharedTopkIndicesBuffer):
         )
         out, lse = sparse_mla(query, rows, slots, self.scale)
         return out.to(query.dtype), lse
+
+    def forward_values(
+        self,
+        q: tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: SparseMetadata,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """:meth:`forward_mqa` times W_UV, ``weight`` [H, 512, V], into ``out`` [T, H * V], by kernels alone."""
+        from glm5deploy.vllm_plugin import device
+
+        tokens, heads, _ = q[0].shape
+        resolved = self._resolved(tokens, kv_c_and_k_pe_cache, attn_metadata)
+        device.attend_values(q, *resolved, self.scale, weight, out.view(tokens, heads, -1))
+
+    def _resolved(
+        self, tokens: int, cache: torch.Tensor, metadata: SparseMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The cache as rows; which of them each token attends to, and how many these are, by kernels."""
+        from glm5deploy.vllm_plugin import device
+
+        selected, block_size = self.topk_indices_buffer, cache.shape[1]
+        assert selected is not None
+        rows, block_stride = flat_kv_row_view(cache, block_size)
+        fresh = self._owns_selection
+        return rows, *device.resolve_slots(selected[:tokens], metadata, block_size, block_stride, fresh=fresh)
 
     def do_kv_cache_update(
         self,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from glm5deploy.kernels import index_input as index_input_kernels
 from glm5deploy.kernels import indexer as index_kernels
-from glm5deploy.kernels.attention import sparse_mla_fwd, split_workspace_elements
-from glm5deploy.kernels.indexer import store_index_keys
+from glm5deploy.kernels.attention import sparse_mla_fwd, sparse_mla_values, split_workspace_elements
 from glm5deploy.kernels.latent_cache import store_latent
 from glm5deploy.kernels.layout import INDEX_DIM
 from glm5deploy.kernels.slots import slots_from_positions
@@ -26,13 +26,12 @@ from glm5deploy.vllm_plugin.score_plan import SCORES, rows_at_once
 
 __all__ = [
     "attend",
-    "prepare_index_key",
-    "prepare_index_query",
+    "attend_values",
+    "index_input",
     "profile",
     "reserve",
     "resolve_slots",
     "select",
-    "store_index_keys",
     "store_latent",
 ]
 
@@ -46,7 +45,7 @@ class Scratch:
     def __init__(self, serving: Serving, device: torch.device) -> None:
         self.serving = serving
         self.warm = False
-        self.resolved: tuple[SparseMetadata, int] | None = None
+        self.resolved: tuple[object, int, int] | None = None
         values = index_value_dtype(gpu(device))
         tokens, context, topk = serving.max_tokens, serving.max_length, serving.topk
 
@@ -85,7 +84,8 @@ def reserve(serving: Serving, device: torch.device) -> Scratch:
 
 def _both(one: Serving, other: Serving) -> Serving:
     """What a target and its draft model need together; they share types and cache layout."""
-    sizes = ("heads", "index_heads", "topk", "max_tokens", "max_length", "max_next_n", "query_rank", "query_nope")
+    sizes = ["heads", "index_heads", "topk", "max_tokens", "max_length", "max_next_n"]
+    sizes += ["query_rank", "query_nope", "values", "index_at_once"]
     return replace(one, **{size: max(getattr(one, size), getattr(other, size)) for size in sizes})
 
 
@@ -102,28 +102,32 @@ def profile(device: torch.device) -> None:
         readiness.warm_up(own.serving, device)
 
 
-def prepare_index_query(
-    q: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, factor: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.prepare_index_query` into scratch memory: values [T, J, 128] and weights fp32 [T, J]."""
-    own = scratch(q.device)
-    tokens = q.shape[0]
-    return index_kernels.prepare_index_query(
-        q, weights, positions, cos_sin, factor, own.query[:tokens], own.query_weights[:tokens]
-    )
-
-
-def prepare_index_key(
-    k: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
+def index_input(
+    q: torch.Tensor,
+    key: torch.Tensor,
+    weights: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor, float],
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
-) -> torch.Tensor:
-    """`reference.prepare_index_key` into scratch memory: [T, 128]."""
-    out = scratch(k.device).index_key[: k.shape[0]]
-    return index_kernels.prepare_index_key(k, weight, bias, eps, positions, cos_sin, out)
+    factor: float,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm, rotate and store the index keys, prepare the queries; in one launch where the engine fuses them.
+
+    q [T, J, 128], key [T, 128], weights [T, J], the key's LayerNorm (weight and bias [128], eps), positions and slots
+    int [T], cos_sin [P, 64], cache uint8 [blocks, block size, 132] -> values [T, J, 128] and weights fp32 [T, J], as
+    `reference.prepare_index_query` gives them, in scratch memory.
+    """
+    own, tokens = scratch(q.device), q.shape[0]
+    values, folded = own.query[:tokens], own.query_weights[:tokens]
+    if own.serving.index_at_once:
+        return index_input_kernels.index_input(
+            q, key, weights, norm, positions, cos_sin, factor, slots, cache, values, folded
+        )
+    normed = index_kernels.prepare_index_key(key, *norm, positions, cos_sin, own.index_key[:tokens])
+    index_kernels.store_index_keys(cache, normed, slots)
+    return index_kernels.prepare_index_query(q, weights, positions, cos_sin, factor, values, folded)
 
 
 def select(
@@ -136,7 +140,7 @@ def select(
 ) -> None:
     """Write each token's best ``topk`` positions, ascending and -1 padded, into ``selected`` int32 [most, >= topk].
 
-    q [T, J, 128] and weights [T, J] as :func:`prepare_index_query` gives them, cache uint8 [blocks, block size, 132].
+    q [T, J, 128] and weights [T, J] as :func:`index_input` gives them, cache uint8 [blocks, block size, 132].
     """
     tokens = metadata.num_actual_tokens
     if metadata.max_seq_len <= topk:
@@ -217,22 +221,36 @@ def attend(
     return sparse_mla_fwd(q, rows, slots, counts, scale, lse=lse, workspace=own.partial)
 
 
+def attend_values(
+    q: tuple[torch.Tensor, torch.Tensor],
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """:func:`attend`, then times W_UV: ``weight`` [H, 512, V], ``out`` [T, H, V]."""
+    sparse_mla_values(q, rows, slots, counts, scale, weight, out, workspace=scratch(out.device).partial)
+
+
 def resolve_slots(
     selected: torch.Tensor, metadata: SparseMetadata, block_size: int, block_stride: int, *, fresh: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Physical rows int32 [T, K] of the selected positions and how many there are, in scratch memory.
 
     A layer with its own selection resolves it (``fresh``); the layers that share it take over what it resolved, as long
-    as their cache has the same blocks.
+    as their cache has the same blocks, though vLLM makes metadata of their own for them.
     """
     own = scratch(selected.device)
     tokens, topk = selected.shape
     slots = own.slots.view(-1)[: tokens * topk].view(tokens, topk)
     counts = own.counts[:tokens]
-    if not fresh and own.resolved is not None and own.resolved[0] is metadata and own.resolved[1] == block_stride:
+    step, *size = own.resolved or (None,)
+    if not fresh and step is metadata.step and size == [tokens, block_stride]:
         return slots, counts
     slots_from_positions(
         selected, metadata.request_of_token[:tokens], metadata.block_table, block_size, slots, counts, block_stride
     )
-    own.resolved = (metadata, block_stride)
+    own.resolved = (metadata.step, tokens, block_stride)
     return slots, counts

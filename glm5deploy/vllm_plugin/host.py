@@ -14,11 +14,25 @@ from glm5deploy.kernels.reference import (
 )
 from glm5deploy.vllm_plugin.metadata import SparseMetadata
 
-__all__ = ["prepare_index_key", "prepare_index_query", "profile", "select", "store_index_keys"]
-
 
 def profile(device: torch.device) -> None:
     """Nothing is compiled on a CPU."""
+
+
+def index_input(
+    q: torch.Tensor,
+    key: torch.Tensor,
+    weights: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor, float],
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    factor: float,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm, rotate and store the index keys [T, 128], prepare the queries: values [T, J, 128], weights fp32 [T, J]."""
+    store_index_keys(cache, prepare_index_key(key, *norm, positions, cos_sin), slots)
+    return prepare_index_query(q, weights, positions, cos_sin, factor)
 
 
 # fp32 scores of one chunk of queries: 16 Mi are 64 MiB.

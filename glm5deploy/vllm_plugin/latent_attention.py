@@ -57,8 +57,9 @@ class Glm5LatentAttention(MultiHeadLatentAttentionWrapper):
             self.indexer(hidden_states, q_latent, positions, self.indexer_rope_emb)
         self.mla_attn.impl.record_logical_topk_ready()
         out = q.new_empty((hidden_states.shape[0], self.num_heads * self.v_head_dim))
-        if self.fusion == "query":
-            latent_ops.attention(q, positions, cos_sin, out, layer)
+        if engine_config.reaches(self.fusion, "query"):
+            values_at_once = engine_config.reaches(self.fusion, "experts")
+            latent_ops.attention(q, positions, cos_sin, out, values_at_once, layer)
         else:
             rope = q[..., self.qk_nope_head_dim :]
             q[..., self.qk_nope_head_dim :], _ = self.rotary_emb(positions, rope)

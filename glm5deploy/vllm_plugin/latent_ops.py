@@ -66,9 +66,13 @@ def glm5_attention(
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
     output: torch.Tensor,
+    values_at_once: bool,
     layer_name: LayerNameType,
 ) -> None:
-    """Attention of q [T, H, N + 64], RoPE not applied yet, over the layer's cache into ``output`` [T, H * V]."""
+    """Attention of q [T, H, N + 64], RoPE not applied yet, over the layer's cache into ``output`` [T, H * V].
+
+    With ``values_at_once`` the product with W_UV is part of attention's own last launch where it can be.
+    """
     from glm5deploy.kernels.query_input import query_input
 
     metadata, attention, cache, _ = get_attention_context(_resolve_layer_name(layer_name))
@@ -77,6 +81,9 @@ def glm5_attention(
         return
     tokens = metadata.num_actual_tokens
     query = query_input(q[:tokens], attention.W_UK_T, positions[:tokens], cos_sin)
+    if values_at_once:
+        attention.impl.forward_values(query, cache, metadata, attention.W_UV, output[:tokens])
+        return
     out, _ = attention.impl.forward_mqa(query, cache, metadata, attention)
     attention._v_up_proj(out, out=output[:tokens])
 
@@ -86,6 +93,7 @@ def _attention_fake(
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
     output: torch.Tensor,
+    values_at_once: bool,
     layer_name: LayerNameType,
 ) -> None:
     return None

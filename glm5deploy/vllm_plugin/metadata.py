@@ -6,7 +6,7 @@ every request is a decode and never looks for a dense prefill.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -65,6 +65,14 @@ class SparseMetadata(AttentionMetadata):
     # Fields that vLLM's MLA layer asks every backend for.
     prefill: None = None
     decode: None = None
+    # The same object for all that is built for one step and one table of blocks; never that of another step.
+    step: object = field(default_factory=object, compare=False, repr=False)
+
+    def rows_selected(self, topk: int) -> int:
+        """How many tokens, from the first on, a GPU's selection writes all ``topk`` positions of: padding has none."""
+        if self.max_seq_len <= topk:
+            return self.num_actual_tokens
+        return self.chunks[-1].chunk.last if self.chunks else self.scored_rows
 
 
 class SparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):
@@ -106,6 +114,7 @@ class SparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):
             spans=_spans(starts, seq_lens) if self.device.type == "cpu" else None,
             num_decodes=requests,
             num_decode_tokens=tokens,
+            step=common,
         )
 
 

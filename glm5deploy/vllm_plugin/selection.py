@@ -35,15 +35,18 @@ def glm5_select(
     """
     layer = _resolve_layer_name(layer_name)
     metadata, cache = _context(layer)
-    selected[: q.shape[0]] = -1
     kernels = _kernels(q.device)
     if metadata is None:
+        selected[: q.shape[0]] = -1
         kernels.profile(q.device)
         return
     tokens = metadata.num_actual_tokens
-    key = kernels.prepare_index_key(key[:tokens], norm_weight, norm_bias, eps, positions[:tokens], cos_sin)
-    kernels.store_index_keys(cache, key, metadata.slot_mapping[:tokens])
-    values, folded = kernels.prepare_index_query(q[:tokens], weights[:tokens], positions[:tokens], cos_sin, factor)
+    # What the selection leaves as it is; behind a GPU's decoding rows that is nothing, and no launch.
+    written = metadata.rows_selected(topk) if selected.is_cuda and selected.shape[1] == topk else 0
+    selected[written : q.shape[0]] = -1
+    norm, slots = (norm_weight, norm_bias, eps), metadata.slot_mapping[:tokens]
+    step = (q[:tokens], key[:tokens], weights[:tokens])
+    values, folded = kernels.index_input(*step, norm, positions[:tokens], cos_sin, factor, slots, cache)
     kernels.select(values, folded, cache, metadata, selected, topk)
     trace.count(layer, metadata, topk)
     trace.record(layer, metadata, selected[:tokens])
@@ -79,7 +82,7 @@ def select(
 ) -> None:
     """Select for every token of the step from prepared queries and stored keys, on whatever device they are.
 
-    q [T, J, 128] and weights fp32 [T, J] as ``prepare_index_query`` gives them; cache uint8 [blocks, block size, 132]
+    q [T, J, 128] and weights fp32 [T, J] as ``index_input`` gives them; cache uint8 [blocks, block size, 132]
     holds the keys of every request's context; ``selected`` int32 [most, topk] is written in place.
     """
     _kernels(q.device).select(q, weights, cache, metadata, selected, topk)

@@ -14,7 +14,8 @@ from functools import partial
 import torch
 
 from glm5deploy.kernels import indexer, tuning
-from glm5deploy.kernels.attention import sparse_mla_fwd, split_workspace_elements
+from glm5deploy.kernels.attention import sparse_mla_fwd, sparse_mla_values, split_workspace_elements
+from glm5deploy.kernels.index_input import index_input
 from glm5deploy.kernels.latent_cache import store_latent
 from glm5deploy.kernels.latent_input import latent_input
 from glm5deploy.kernels.query_input import query_input
@@ -53,7 +54,11 @@ def step(serving: Serving, tokens: int, width: int, next_n: int) -> None:
     values = torch.empty(serving.max_tokens, serving.index_heads, 128, dtype=value_type)
     folded = torch.zeros(serving.max_tokens, serving.index_heads)
     query = torch.zeros(tokens, serving.index_heads, 128, dtype=kind)
-    indexer.prepare_index_query(query, projected[:, 128:], slots64, angles, 0.1, values[:tokens], folded[:tokens])
+    prepared = values[:tokens], folded[:tokens]
+    indexer.prepare_index_query(query, projected[:, 128:], slots64, angles, 0.1, *prepared)
+    if serving.index_at_once:
+        inputs = query, projected[:, :128], projected[:, 128:], (norm, norm, 1e-6), slots64, angles, 0.1
+        index_input(*inputs, slots64, keys, *prepared)
     lengths = torch.zeros(tokens + 3, dtype=torch.int32)[random.randint(0, 3) :][:tokens]
     table = torch.zeros(max(1, tokens // next_n), LONG // BLOCK + random.randint(9, 99), dtype=torch.int32)
     selected = torch.zeros(serving.max_tokens, serving.topk, dtype=torch.int32)
@@ -65,7 +70,12 @@ def step(serving: Serving, tokens: int, width: int, next_n: int) -> None:
     rope = torch.zeros(tokens, heads, 256, dtype=kind)[..., 192:]
     workspace = torch.empty(split_workspace_elements(heads, serving.topk, device))
     lse = torch.empty(serving.max_tokens, heads).view(-1)[: tokens * heads].view(tokens, heads)
-    sparse_mla_fwd((latent, rope), cache.view(-1, rows_wide), slots, counts, 0.06, lse=lse, workspace=workspace)
+    attended = (latent, rope), cache.view(-1, rows_wide), slots, counts, 0.06
+    sparse_mla_fwd(*attended, lse=lse, workspace=workspace)
+    if serving.values:
+        weight = torch.zeros(heads, serving.query_nope + serving.values, 512, dtype=kind)[:, serving.query_nope :]
+        out = torch.zeros(tokens, heads, serving.values, dtype=kind)
+        sparse_mla_values(*attended, weight.transpose(1, 2), out, workspace=workspace)
 
 
 def before_attention(serving: Serving, slots: torch.Tensor, cache: torch.Tensor) -> None:
@@ -131,7 +141,8 @@ def main() -> None:
     torch.bmm = lambda a, b, out: out
     random.seed(arch)
     tuning._INTERPRETED = tuning.Gpu(arch, 132, tuning.family_of(arch, tuning.SHARED_LIMIT[arch]))
-    inputs = {"query_rank": 1000, "query_nope": 192}  # GLM-5's is a multiple of 16, which hides a variant
+    # GLM-5's rank is a multiple of 16, which hides a variant.
+    inputs = {"query_rank": 1000, "query_nope": 192, "values": 256, "index_at_once": True}
     cases = [
         Serving(heads, 32, topk, 2048, LONG, BLOCK, packed=packed, dtype=dtype, max_next_n=3, **inputs)
         for heads, topk, packed, dtype in (

@@ -1,8 +1,9 @@
 """The GPU's path through one step under Triton's interpreter: ``python -m tests.support.interpreted_device``.
 
-Prints a JSON list, of each step of the probe's numerics: ``rows`` nobody selected for, selection ``errors``, and the
-error of ``attention`` over the plain cache and over the ``packed`` one. A process of its own, since importing vLLM and
-importing Triton for the interpreter otherwise happen in an order that other tests decide.
+Prints a JSON list, of each step of the probe's numerics: how many rows are said to be written ``whole``, ``rows``
+nobody selected for, selection ``errors``, and the error of ``attention`` over the plain cache and over the ``packed``
+one. A process of its own, since importing vLLM and importing Triton for the interpreter otherwise happen in an order
+that other tests decide.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def step(queries: tuple[int, ...]) -> dict[str, float]:
     selected = torch.full((len(case.q), numerics.TOPK), UNWRITTEN, dtype=torch.int32)
     device.select(values, case.weights * scale, case.index_cache, case.metadata, selected, numerics.TOPK)
     found: dict[str, float] = {
+        "whole": case.metadata.rows_selected(numerics.TOPK),
         "rows": int((selected == UNWRITTEN).any(dim=1).sum()),
         "errors": numerics.selection_errors(case, selected),
     }

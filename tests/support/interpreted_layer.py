@@ -4,8 +4,9 @@ The real model is built by the real loader, and each layer's attention runs a st
 padding as CUDA graphs add it, over caches full of NaN. Prints a JSON object: ``built`` is how layers are built here,
 ``layers`` has a record for each layer and fusion (the largest relative error of ``outputs`` and of the ``cache``,
 ``selected`` positions that differ, how often each kernel was ``launched``, whether a ``profiled`` run gives numbers),
-``obstacles`` says why changed layers would not be fused, and ``compiled`` whether torch.compile takes a layer whole.
-The kernels run under Triton's interpreter, so this is a process of its own.
+``obstacles`` says why changed layers would not be fused, ``compiled`` whether torch.compile takes a layer whole, and
+``resolved`` how often layers with a selection and with a shared one looked up cache rows in two steps. The kernels run
+under Triton's interpreter, so this is a process of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,9 @@ import tests.support.triton_interpreter  # noqa: F401  chooses the interpreter, 
 
 import torch  # isort: skip
 import glm5deploy.vllm_plugin
-from glm5deploy.kernels import latent_input, query_input
+from glm5deploy.kernels import attention, index_input, latent_input, query_input
+from glm5deploy.kernels.warmup import Serving
+from glm5deploy.vllm_plugin import device, engine_config, host, selection
 from glm5deploy.vllm_plugin.latent_attention import Glm5LatentAttention, why_not
 from glm5deploy.vllm_plugin.metadata import SparseMetadataBuilder
 from tests.support.built_model import load, single_rank
@@ -30,6 +34,7 @@ from tests.support.built_model import load, single_rank
 BLOCK, BLOCKS, PADDING = 64, 4, 2
 # Queries and contexts of two requests, and the blocks that each of them has.
 STEPS = (((70, 5), (70, 5)), ((1, 1), (71, 6)))
+FUSIONS = engine_config.FUSIONS[1:]
 TABLE = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
 
 
@@ -58,10 +63,9 @@ def run(config: Any, layer: Glm5LatentAttention, fusion: str) -> tuple[torch.Ten
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
 
-    layer.fusion = fusion
-    attention = layer.mla_attn
-    attention.kv_cache = torch.full((BLOCKS, BLOCK, 576), torch.nan)
-    names = [attention.layer_name]
+    fuse(layer, fusion)
+    names = [layer.mla_attn.layer_name]
+    layer.mla_attn.kv_cache = torch.full((BLOCKS, BLOCK, 576), torch.nan)
     if layer.indexer is not None:
         layer.indexer.k_cache.kv_cache = torch.full((BLOCKS, BLOCK, 132), 0xFF, dtype=torch.uint8)
         names.append(layer.indexer.k_cache.prefix)
@@ -75,7 +79,17 @@ def run(config: Any, layer: Glm5LatentAttention, fusion: str) -> tuple[torch.Ten
         )
         with set_current_vllm_config(config), context, torch.inference_mode():
             outputs.append(layer(positions, hidden)[:-PADDING])
-    return torch.cat(outputs), attention.kv_cache, attention.impl.topk_indices_buffer[: sum(STEPS[-1][0])].clone()
+    selected = layer.mla_attn.impl.topk_indices_buffer[: sum(STEPS[-1][0])].clone()
+    return torch.cat(outputs), layer.mla_attn.kv_cache, selected
+
+
+def fuse(layer: Glm5LatentAttention, fusion: str) -> None:
+    """Run the layer's operations as on a GPU with this setting, as far as kernels take the place of others in it."""
+    layer.fusion = fusion
+    kernels = SimpleNamespace(**vars(host))
+    if engine_config.reaches(fusion, "experts"):
+        kernels.index_input = device.index_input
+    selection._kernels = lambda device: kernels
 
 
 def profiled(config: Any, layer: Glm5LatentAttention, fusion: str) -> bool:
@@ -83,7 +97,7 @@ def profiled(config: Any, layer: Glm5LatentAttention, fusion: str) -> bool:
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
 
-    layer.fusion = fusion
+    fuse(layer, fusion)
     layer.mla_attn.kv_cache = torch.tensor([])
     hidden = torch.randn(3, layer.hidden_size)
     context = set_forward_context(None, config, slot_mapping={}, num_tokens=3)
@@ -104,14 +118,17 @@ def count_launches() -> Counter[str]:
     counts: Counter[str] = Counter()
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             counts[name] += 1
-            return function(*arguments)
+            return function(*arguments, **named)
 
         return call
 
     latent_input.latent_input = counted("latents", latent_input.latent_input)
     query_input.query_input = counted("queries", query_input.query_input)
+    index_input.index_input = counted("index", index_input.index_input)
+    attention.value_output = counted("values", attention.value_output)
+    device.slots_from_positions = counted("slots", device.slots_from_positions)
     return counts
 
 
@@ -120,12 +137,13 @@ def compare(config: Any, layer: Glm5LatentAttention, counts: Counter[str]) -> li
     assert bool(out.isfinite().all())
     assert 0 < int(cache.isnan().any(-1).sum()) < BLOCKS * BLOCK
     records = []
-    for fusion in ("latent", "query"):
+    for fusion in FUSIONS:
         counts.clear()
         found = run(config, layer, fusion)
         records.append(
             {
                 "fusion": fusion,
+                "indexer": layer.indexer is not None,
                 "launched": dict(counts),
                 "outputs": error(found[0], out),
                 "cache": error(found[1], cache),
@@ -147,6 +165,32 @@ def compiled(config: Any, layer: Glm5LatentAttention, fusion: str) -> bool:
     return torch.equal(found, expected)
 
 
+def resolved(config: Any, layers: list[Glm5LatentAttention], counts: Counter[str]) -> int:
+    """Steps of both layers together, each with metadata that vLLM would make for it; lookups of cache rows."""
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+
+    counts.clear()
+    for queries, contexts in STEPS:
+        metadata, positions, slots = step(config, queries, contexts)
+        per_layer: dict[str, Any] = {}
+        for layer in layers:
+            fuse(layer, "experts")
+            layer.mla_attn.kv_cache = torch.zeros(BLOCKS, BLOCK, 576)
+            per_layer[layer.mla_attn.layer_name] = replace(metadata)
+            if layer.indexer is not None:
+                layer.indexer.k_cache.kv_cache = torch.zeros(BLOCKS, BLOCK, 132, dtype=torch.uint8)
+                per_layer[layer.indexer.k_cache.prefix] = metadata
+        hidden = torch.randn(len(positions), layers[0].hidden_size)
+        context = set_forward_context(
+            per_layer, config, slot_mapping=dict.fromkeys(per_layer, slots), num_tokens=len(positions)
+        )
+        with set_current_vllm_config(config), context, torch.inference_mode():
+            for layer in layers:
+                layer(positions, hidden)
+    return counts["slots"]
+
+
 def obstacles(layer: Any) -> list[str | None]:
     """Of the layer as it is, and with one thing after the other changed."""
     found = [why_not(layer)]
@@ -163,17 +207,27 @@ def obstacles(layer: Any) -> list[str | None]:
     return found
 
 
+def reserve(layer: Glm5LatentAttention, config: Any) -> None:
+    """The memory that a GPU's launches share."""
+    heads = (layer.num_heads, layer.indexer.n_head, layer.indexer.topk_tokens)
+    sizes = (config.scheduler_config.max_num_batched_tokens, config.model_config.max_model_len, BLOCK)
+    serving = Serving(*heads, *sizes, packed=False, dtype=torch.float32, index_at_once=True)
+    device._scratch[torch.device("cpu")] = device.Scratch(serving, torch.device("cpu"))
+
+
 def main() -> None:
     glm5deploy.vllm_plugin.register()
     counts = count_launches()
     with single_rank():
         config, model = load(Path(sys.argv[1]), "quantised")
         layers = [layer.self_attn.mla_attn for layer in model.model.layers[:2]]  # with an indexer, and without
+        reserve(layers[0], config)
         report = {
             "built": [layer.fusion for layer in layers],
             "obstacles": obstacles(layers[0]),
-            "compiled": [compiled(config, layers[0], fusion) for fusion in ("off", "latent", "query")],
+            "compiled": [compiled(config, layers[0], fusion) for fusion in engine_config.FUSIONS],
             "layers": [record for layer in layers for record in compare(config, layer, counts)],
+            "resolved": resolved(config, layers, counts),
         }
     sys.stdout.write("\n" + json.dumps(report) + "\n")
 

@@ -17,6 +17,8 @@ def test_prompts_and_decode_steps_select_and_attend_like_float64() -> None:
     assert child.returncode == 0, child.stderr[-3000:]
     steps = json.loads(child.stdout.splitlines()[-1])
     assert len(steps) == 1 + len(numerics.DECODES)
+    queries = (numerics.MIXED, *numerics.DECODES)
+    assert [step["whole"] for step in steps] == [sum(step) for step in queries]
     for step in steps:
         assert (step["rows"], step["errors"]) == (0, 0), steps
         assert step["attention"] <= 1e-5, steps

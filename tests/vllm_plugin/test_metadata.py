@@ -10,7 +10,7 @@ import torch
 
 from glm5deploy.vllm_plugin.metadata import IndexMetadataBuilder, SparseMetadata, SparseMetadataBuilder
 
-MOST = 32
+MOST = 96
 TOPK, KEY_ROWS = 8, 200
 
 
@@ -78,6 +78,32 @@ def test_requests_and_lengths(
     assert metadata.lengths.tolist() == lengths
     assert int(metadata.request_of_token.max()) < len(queries), "padding must stay inside the block table"
     assert (metadata.num_decode_tokens, metadata.num_prefills) == (len(lengths), 0)
+
+
+def test_a_step_is_known_by_all_that_is_built_for_it() -> None:
+    """vLLM makes metadata for layers with an indexer and others for those without, from one description of a step."""
+    builders = [
+        kind(None, [], settings(), torch.device("cpu")) for kind in (SparseMetadataBuilder, IndexMetadataBuilder)
+    ]
+    first, second = batch([1, 1], [7, 9]), batch([1, 1], [7, 9])
+    built = [builder.build(0, common) for common in (first, second) for builder in builders]
+    assert built[0].step is built[1].step
+    assert built[2].step is built[3].step
+    assert built[1].step is not built[2].step
+
+
+@pytest.mark.parametrize(
+    ("queries", "contexts", "tokens", "written"),
+    [
+        ([1, 1, 0, 0], [100, 7, 0, 0], 4, 4),
+        ([1, 1, 70], [100, 7, 90], 80, 72),
+        ([1, 5, 4], [1, 5, 8], 12, 12),
+    ],
+    ids=["decode, padded", "chunks, padded", "no context exceeds the selection"],
+)
+def test_rows_that_a_selection_writes(queries: list[int], contexts: list[int], tokens: int, written: int) -> None:
+    metadata = build_for_gpu(queries, contexts, tokens)
+    assert metadata.rows_selected(TOPK) == written
 
 
 def test_spans_for_host_loops() -> None:
