@@ -41,6 +41,8 @@ _FILES = {
     "latent_cache": CACHES,
     "latent_input": SMALL,
     "query_input": GEMM,
+    "value_output": GEMM,
+    "index_input": CACHES,
     "slots": CACHES,
 }
 # Everybody else's, first match counts.
