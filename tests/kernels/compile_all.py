@@ -32,6 +32,7 @@ from glm5deploy.kernels.tuning import (
     ragged_config,
     sparse_rows,
 )
+from glm5deploy.kernels.value_output import MOST_ROWS, value_variant
 
 # Of the smallest or the usual GPU of an architecture: few multiprocessors mean few splits.
 MULTIPROCESSORS = {80: 108, 86: 46, 89: 58, 90: 132, 100: 148, 120: 70, 121: 48}
@@ -197,7 +198,7 @@ def other_jobs(arch: int) -> Iterator[Job]:
         yield Job(
             "latent_cache.store_latent_kernel",
             arch,
-            1,
+            4 if packed else 1,
             3,
             types,
             {"BLOCK": 64, "PACKED": packed},
@@ -220,6 +221,25 @@ def input_jobs(arch: int) -> Iterator[Job]:
     for heads, few in ((8, True), (64, False)):
         constants = {"H": heads, "NOPE": 192, "BK": 64, "BN": 32, "BT": 16, "BR": 8, "PRODUCT": few}
         yield Job("query_input.query_input_kernel", arch, 4, 3, types, constants, aligned)
+    fp8 = arch >= FIRST_FP8_ARCH
+    types = {"q": BF16, "weights": BF16, "k": BF16, "norm_weight": F32, "norm_bias": F32, "positions": I64}
+    types |= {"cos_sin": BF16, "slots": I64, "q_out": U8 if fp8 else BF16, "weights_out": F32, "values": U8}
+    types |= {"scales": F32, "factor": "fp32", "eps": "fp32"}
+    aligned = ("q", "k", "norm_weight", "norm_bias", "cos_sin", "q_out", "values", "scales")
+    strides = ("stride_q_t", "stride_q_j", "stride_k", "stride_block")
+    constants = {"J": 32, "CODES": fp8, "BLOCK": 64, "BT": 4}
+    yield Job("index_input.index_input_kernel", arch, 4, 3, types, constants, (*aligned, *strides))
+
+
+def value_jobs(arch: int) -> Iterator[Job]:
+    """GLM-5's values behind attention, for every number of rows and splits."""
+    types = {"partial": F32, "partial_lse": F32, "weight": BF16, "out": BF16}
+    aligned = (*types, "stride_weight_h")
+    for splits, columns, warps in {
+        value_variant(r, s, 256): None for r in range(1, MOST_ROWS + 1) for s in (2, 32, 64)
+    }:
+        constants = {"VALUES": 256, "BS": splits, "BV": columns}
+        yield Job("value_output.value_output_kernel", arch, warps, 3, types, constants, aligned)
 
 
 def jobs() -> list[Job]:
@@ -229,7 +249,7 @@ def jobs() -> list[Job]:
         family = family_of(arch, limit)
         for job in (*sparse_jobs(arch, family), *indexer_jobs(arch, family), *selection_jobs(arch), *other_jobs(arch)):
             found.setdefault(repr(job), job)
-        for job in input_jobs(arch):
+        for job in (*input_jobs(arch), *value_jobs(arch)):
             found.setdefault(repr(job), job)
     return list(found.values())
 
