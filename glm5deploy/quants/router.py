@@ -92,15 +92,20 @@ def router_kernel(
     p_w = weight + tl.minimum(o_e, E - 1)[:, None] * K
     CHUNKS: tl.constexpr = (K + PARTS * BK - 1) // (PARTS * BK)
     EVEN: tl.constexpr = K % (PARTS * BK) == 0
-    totals = ()
-    for _ in tl.static_range(BT):
-        totals = totals + (tl.zeros([BE, BK], tl.float32),)
+    # All reads of weights are under way before anything is multiplied.
+    rows = ()
     for c in tl.static_range(CHUNKS):
         o_k = (part * CHUNKS + c) * BK + tl.arange(0, BK)
         if EVEN:
             b_w = tl.load(p_w + o_k[None, :])
         else:
             b_w = tl.load(p_w + o_k[None, :], mask=(o_k < K)[None, :], other=0.0)
+        rows = rows + (b_w,)
+    totals = ()
+    for _ in tl.static_range(BT):
+        totals = totals + (tl.zeros([BE, BK], tl.float32),)
+    for c in tl.static_range(CHUNKS):
+        o_k = (part * CHUNKS + c) * BK + tl.arange(0, BK)
         more = ()
         for t in tl.static_range(BT):
             p_x = x + tl.minimum(t, T - 1) * x_stride
@@ -108,7 +113,7 @@ def router_kernel(
                 b_x = tl.load(p_x + o_k)
             else:
                 b_x = tl.load(p_x + o_k, mask=o_k < K, other=0.0)
-            more = more + (totals[t] + b_w * b_x.to(tl.float32)[None, :],)
+            more = more + (totals[t] + rows[c] * b_x.to(tl.float32)[None, :],)
         totals = more
     for t in tl.static_range(BT):
         p_out = logits + (part * T + t) * E + o_e

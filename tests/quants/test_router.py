@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
 
 from glm5deploy.quants.router import LAUNCHES, MOST_TOKENS, RouterLaunch, router, router_reference
+from tests.support.compiling import compiling
 
 SCALE = 2.5
 
@@ -96,3 +98,15 @@ def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="fp32"):
         router(x[:1], weight.bfloat16(), bias, 2, SCALE)
     assert router(x[:0], weight, bias, 2, SCALE)[0].shape == (0, 2)
+
+
+@pytest.mark.slow
+def test_it_compiles_for_every_gpu() -> None:
+    """Within the smallest shared memory, without spilling; on Hopper single warps hold all their reads in registers."""
+    capabilities = (80, 86, 89, 90, 100, 120, 121)
+    lines = compiling("-m", "tests.quants.compile_router", *map(str, capabilities), timeout=800)
+    found = [json.loads(line) for line in lines]
+    assert {f["capability"] for f in found} == set(capabilities)
+    assert all(f["shared"] <= 48 << 10 and f["stack"] == 0 for f in found), found
+    assert {f["tokens"] for f in found if f["capability"] == 90} == {c.tokens for c in LAUNCHES}
+    assert all(f["registers"] >= 100 for f in found if f["warps"] == 1), found
