@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 
 TOGETHER = frozenset({9, 10})  # major compute capabilities whose four warps multiply a tile together (wgmma, tcgen05)
 DENSE_TOKENS = 65  # from here on, weights are unpacked to bf16 once and multiplied by cuBLAS
+# Up to so many tokens, at most 16, two weights of the same activations are one launch where they are asked for
+# together. None until a GPU has timed it (docs/benchmarks/quants.md).
+PAIR_TOKENS = 0
 SEARCH_PAIRS = 128  # up to here, programs find their expert's pairs themselves; a power of two
 PART_STEPS = 0.75  # what adding up the parts of one more program on every multiprocessor costs
 
@@ -17,7 +20,10 @@ PART_STEPS = 0.75  # what adding up the parts of one more program on every multi
 class Launch:
     """Tile BN × BM, parts of K, output tiles a program takes in turn, and Triton's warps and pipeline stages.
 
-    ``resident``: programs that a multiprocessor holds at a time, about.
+    ``resident``: programs that a multiprocessor holds at a time, about. ``narrow``, of sorted pairs: experts (or what
+    is left of one) with at most so many are multiplied in a tile of so many in the same launch; 0: all in tiles of
+    ``bm``. ``late``: load codes and activations where they are multiplied (tile_product.py). ``registers``: the most a
+    thread may have; 0: no limit but the GPU's.
     """
 
     bn: int
@@ -27,11 +33,19 @@ class Launch:
     warps: int = 4
     stages: int = 3
     resident: int = 4
+    narrow: int = 0
+    late: bool = False
+    registers: int = 0
 
     @property
     def variant(self) -> tuple[int, ...]:
         """What a kernel is compiled for; parts and tiles are arguments."""
-        return self.bn, self.bm, self.warps, self.stages
+        return self.bn, self.bm, self.warps, self.stages, self.narrow, self.late, self.registers
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton is told beside a kernel's arguments."""
+        return {"num_warps": self.warps} | ({"maxnreg": self.registers} if self.registers else {})
 
 
 FEW_WIDE = Launch(64, 8, warps=2)

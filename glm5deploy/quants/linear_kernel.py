@@ -1,4 +1,4 @@
-"""One weight times a batch: y[M, N] = x[M, K] W[N, K]^T, the weight read once a tile of BM tokens.
+"""One weight or two times a batch: y[M, N] = x[M, K] W[N, K]^T, a weight read once a tile of BM tokens.
 
 The product is taken as W x^T, so that weights, unpacked in registers, are the tensor cores' left operand and the few
 tokens their right one. Programs may split K between them; the last one to arrive at a tile adds the parts in order, so
@@ -36,31 +36,74 @@ def add_parts(at, stride, ok, PARTS):
     return total
 
 
-@triton.jit(do_not_specialize=["M", "SUPERS", "PARTS", "y_stride"])
-def linear_kernel(
-    x, low, high, words, halves, y, parts, tickets, M, N, K, x_stride, y_stride, SUPERS, PARTS,
-    FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+@triton.jit
+def multiply_tile(
+    x, low, high, words, halves, y, parts, width, ticket, i_m, i_n, part, M, N, K, x_stride, y_stride, SUPERS, PARTS,
+    FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Grid (M tiles, N tiles, PARTS). parts fp32 [PARTS, M, N]; tickets int32 [tiles], zero between launches."""
-    i_m, i_n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One part of K of tile (i_m, i_n) of y, and all of the tile where it is the last part to arrive at ``ticket``.
+
+    parts fp32 [PARTS, M, width], from this weight's first column on.
+    """
     m = (i_m * BM + tl.arange(0, BM)).to(tl.int64)
     n = i_n * BN + tl.arange(0, BN)
     n_in = tl.minimum(n, N - 1)
     m_ok = m < M
     acc = tl.zeros([BN, BM], tl.float32)
     for sb in tl.range(part * SUPERS // PARTS, (part + 1) * SUPERS // PARTS, num_stages=STAGES):
-        xs = load_x(x + m * x_stride, sb, m_ok, K, EVEN, PTX)
-        acc = add_super(acc, xs, low, high, words, halves, sb, n_in, N, FMT, PTX)
+        xs = load_x(x + m * x_stride, sb, m_ok, K, EVEN, PTX, LATE)
+        acc = add_super(acc, xs, low, high, words, halves, sb, n_in, N, FMT, EVEN, PTX, LATE, LATE)
     ok = m_ok[None, :] & (n[:, None] < N)
     at = y + m[None, :] * y_stride + n[:, None]
     if PARTS == 1:
         tl.store(at, acc.to(y.dtype.element_ty), mask=ok)
     else:
-        stride = M.to(tl.int64) * N
-        p_part = parts + m[None, :] * N + n[:, None]
+        stride = M.to(tl.int64) * width
+        p_part = parts + m[None, :] * width + n[:, None]
         tl.store(p_part + part * stride, acc, mask=ok, cache_modifier=".cg")
-        if arrive(tickets + i_n * tl.num_programs(0) + i_m, PARTS):
+        if arrive(ticket, PARTS):
             tl.store(at, add_parts(p_part, stride, ok, PARTS).to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["M", "SUPERS", "PARTS", "y_stride"])
+def linear_kernel(
+    x, low, high, words, halves, y, parts, tickets, M, N, K, x_stride, y_stride, SUPERS, PARTS,
+    FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Grid (M tiles, N tiles, PARTS). parts fp32 [PARTS, M, N]; tickets int32 [tiles], zero between launches."""
+    i_m, i_n = tl.program_id(0), tl.program_id(1)
+    ticket = tickets + i_n * tl.num_programs(0) + i_m
+    multiply_tile(
+        x, low, high, words, halves, y, parts, N, ticket, i_m, i_n, tl.program_id(2),
+        M, N, K, x_stride, y_stride, SUPERS, PARTS, FMT, BN, BM, STAGES, LATE, EVEN, PTX,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "SUPERS", "PARTS", "y_stride"])
+def pair_kernel(
+    x, al, ah, aw, a_s, bl, bh, bw, bs, y, parts, tickets, M, NA, NB, K, x_stride, y_stride, SUPERS, PARTS,
+    A: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Two weights of NA and NB outputs, of types A and B, side by side in y: the first programs take the first.
+
+    Grid (M tiles, N tiles of both, PARTS). parts fp32 [PARTS, M, NA + NB]; tickets as in ``linear_kernel``.
+    """
+    i_m, i_n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    ticket = tickets + i_n * tl.num_programs(0) + i_m
+    tiles = tl.cdiv(NA, BN)
+    if i_n < tiles:
+        multiply_tile(
+            x, al, ah, aw, a_s, y, parts, NA + NB, ticket, i_m, i_n, part,
+            M, NA, K, x_stride, y_stride, SUPERS, PARTS, A, BN, BM, STAGES, LATE, EVEN, PTX,
+        )  # fmt: skip
+    else:
+        multiply_tile(
+            x, bl, bh, bw, bs, y + NA, parts + NA, NA + NB, ticket, i_m, i_n - tiles, part,
+            M, NB, K, x_stride, y_stride, SUPERS, PARTS, B, BN, BM, STAGES, LATE, EVEN, PTX,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N", "n0", "n1"])

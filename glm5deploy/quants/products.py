@@ -16,7 +16,7 @@ import triton
 from glm5deploy.quants import launch
 from glm5deploy.quants.arguments import kernel_format, pointers, row_stride
 from glm5deploy.quants.counters import part_memory
-from glm5deploy.quants.linear_kernel import dense_kernel, linear_kernel
+from glm5deploy.quants.linear_kernel import dense_kernel, linear_kernel, pair_kernel
 from glm5deploy.quants.moe_kernel import down_kernel, gate_up_kernel, sort_kernel, sum_kernel
 from glm5deploy.quants.planes import Planes
 
@@ -88,26 +88,59 @@ def linear(
     parts, tickets = part_memory(c.parts, m, n, grid[0] * grid[1], x.device)
     linear_kernel[grid](
         x, *pointers(planes), out, parts, tickets, m, n, planes.columns, row_stride(x), out.stride(0), planes.supers,
-        c.parts, FMT=kernel_format(planes.format), BN=c.bn, BM=c.bm, STAGES=c.stages,
-        EVEN=planes.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=c.warps,
+        c.parts, FMT=kernel_format(planes.format), BN=c.bn, BM=c.bm, STAGES=c.stages, LATE=c.late,
+        EVEN=planes.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, **c.options,
     )  # fmt: skip
     return out
 
 
+def _pair_launch(m: int, first: Planes, second: Planes, device: torch.device) -> launch.Launch | None:
+    """None where the two are launches of their own."""
+    if m > launch.PAIR_TOKENS:
+        return None
+    return launch.linear_launch(m, first.rows + second.rows, first.supers, *_gpu(device))
+
+
 def linear_pair_key(tokens: int, first: Planes, second: Planes, device: torch.device) -> Hashable:
     """As ``linear_key``, of ``linear_pair``."""
-    return linear_key(tokens, first, device), linear_key(tokens, second, device)
+    c = _pair_launch(tokens, first, second, device)
+    return ("pair", c.variant) if c else (linear_key(tokens, first, device), linear_key(tokens, second, device))
 
 
-def linear_pair(x: torch.Tensor, first: Planes, second: Planes, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x bf16 [M, K] times two weights (E = 1) of any types: [M, rows of both], side by side, in x's type."""
+def linear_pair(
+    x: torch.Tensor,
+    first: Planes,
+    second: Planes,
+    out: torch.Tensor | None = None,
+    config: launch.Launch | None = None,
+) -> torch.Tensor:
+    """x bf16 [M, K] times two weights (E = 1) of any types: [M, rows of both], side by side, in x's type.
+
+    One launch where the launch table says so or ``config`` is given, else two calls of ``linear``.
+    """
     _check(x, first)
     _check(x, second)
     if out is None:
         out = torch.empty((x.shape[0], first.rows + second.rows), dtype=x.dtype, device=x.device)
-    linear(x, first, out[:, : first.rows])
-    linear(x, second, out[:, first.rows :])
+    c = config or _pair_launch(x.shape[0], first, second, x.device)
+    if c is None:
+        linear(x, first, out[:, : first.rows])
+        linear(x, second, out[:, first.rows :])
+    elif x.shape[0]:
+        _pair(x, first, second, out, c)
     return out
+
+
+def _pair(x: torch.Tensor, first: Planes, second: Planes, out: torch.Tensor, c: launch.Launch) -> None:
+    m, width = out.shape
+    grid = (triton.cdiv(m, c.bm), triton.cdiv(first.rows, c.bn) + triton.cdiv(second.rows, c.bn), c.parts)
+    parts, tickets = part_memory(c.parts, m, width, grid[0] * grid[1], x.device)
+    pair_kernel[grid](
+        x, *pointers(first), *pointers(second), out, parts, tickets, m, first.rows, second.rows, first.columns,
+        row_stride(x), out.stride(0), first.supers, c.parts, A=kernel_format(first.format),
+        B=kernel_format(second.format), BN=c.bn, BM=c.bm, STAGES=c.stages, LATE=c.late,
+        EVEN=first.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, **c.options,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +237,8 @@ def _gate_up(
     gate_up_kernel[(blocks, items, a.parts)](
         x, *pointers(gate), *pointers(up), ids, *work, hidden, parts, tickets, pairs, n, gate.columns,
         row_stride(x), gate.supers, a.parts, G=kernel_format(gate.format), U=kernel_format(up.format),
-        TOPK=ids.shape[1], BN=a.bn, BM=a.bm, PAIRS=c.search, STAGES=a.stages,
-        EVEN=gate.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, num_warps=a.warps,
+        TOPK=ids.shape[1], BN=a.bn, BM=a.bm, NARROW=0 if c.search else a.narrow, PAIRS=c.search, STAGES=a.stages,
+        LATE=a.late, EVEN=gate.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, **a.options,
     )  # fmt: skip
 
 
@@ -224,8 +257,9 @@ def _down(
     terms = torch.empty((pairs, down.rows), dtype=torch.float32 if c.exact else hidden.dtype, device=device)
     down_kernel[(triton.cdiv(down.rows, b.bn * b.tiles), items)](
         hidden, *pointers(down), ids, *work, weights, terms, pairs, down.rows, n, down.supers, b.tiles,
-        FMT=kernel_format(down.format), BN=b.bn, BM=b.bm, PAIRS=c.search, STAGES=b.stages,
-        ONE=down.supers == 1, EVEN=n % 256 == 0, PTX=hidden.dtype == torch.bfloat16, num_warps=b.warps,
+        FMT=kernel_format(down.format), BN=b.bn, BM=b.bm, NARROW=0 if c.search else b.narrow, PAIRS=c.search,
+        STAGES=b.stages, LATE=b.late, ONE=down.supers == 1, EVEN=n % 256 == 0, PTX=hidden.dtype == torch.bfloat16,
+        **b.options,
     )  # fmt: skip
     grid = (ids.shape[0], triton.cdiv(down.rows, SUM_SPAN))
     more = out if also is None else also()

@@ -131,13 +131,19 @@ def code_tile(w, h, I: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def load_plane(plane, sb, n, N, WIDTH: tl.constexpr):
-    """A super-block's WIDTH parts of a plane, [BN, 16] each. sb counts super-blocks; n int32 [BN] rows, all below N."""
-    parts = ()
+def load_part(plane, sb, n, N, P: tl.constexpr, WIDTH: tl.constexpr):
+    """Part P [BN, 16] of a super-block's WIDTH in a plane. sb counts super-blocks; n int32 [BN] rows, all below N."""
     start = plane + tl.cast(N, tl.int64) * 16 * sb * WIDTH
     at = n[:, None] * 16 + tl.arange(0, 16)[None, :]
+    return tl.load(start + N * 16 * P + at)
+
+
+@triton.jit
+def load_plane(plane, sb, n, N, WIDTH: tl.constexpr):
+    """A super-block's WIDTH parts of a plane, as ``load_part`` has each."""
+    parts = ()
     for p in tl.static_range(WIDTH):
-        parts = parts + (tl.load(start + N * 16 * p + at),)
+        parts = parts + (load_part(plane, sb, n, N, p, WIDTH),)
     return parts
 
 
@@ -151,12 +157,19 @@ def load_codes(low, high, sb, n, N, FMT: tl.constexpr):
 
 
 @triton.jit
-def weight_tile(codes, I: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
-    """Tile I [BN, 16] of ``load_codes``' super-block, as in ``code_tile``; weights themselves of dense types."""
-    PART: tl.constexpr = I * FMT[0] // 16
+def part_tile(w, h, I: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
+    """Tile I [BN, 16] of the parts that hold it, as in ``code_tile``; weights themselves of dense types."""
     if FMT[3] == DENSE:
-        return codes[PART] if PTX else codes[PART].to(tl.float32)
-    elif FMT[1] > 0:
-        return code_tile(codes[PART], codes[FMT[0] + I * FMT[1] // 16], I, FMT, PTX)
+        return w if PTX else w.to(tl.float32)
     else:
-        return code_tile(codes[PART], codes[PART], I, FMT, PTX)
+        return code_tile(w, h, I, FMT, PTX)
+
+
+@triton.jit
+def weight_tile(codes, I: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
+    """Tile I [BN, 16] of ``load_codes``' super-block, as in ``part_tile``."""
+    PART: tl.constexpr = I * FMT[0] // 16
+    if FMT[1] > 0:
+        return part_tile(codes[PART], codes[FMT[0] + I * FMT[1] // 16], I, FMT, PTX)
+    else:
+        return part_tile(codes[PART], codes[PART], I, FMT, PTX)

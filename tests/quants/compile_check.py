@@ -46,7 +46,7 @@ def planes_signature(names: tuple[str, ...], type_name: str) -> dict[str, str]:
 
 
 def compile_case(case: str, capability: int) -> dict[str, Any]:
-    """Case names: linear:TYPE:TOKENS, gate_up:TYPE,TYPE:TOKENS, down:TYPE:TOKENS, dense:TYPE:0."""
+    """Case names: linear:TYPE:TOKENS, pair and gate_up:TYPE,TYPE:TOKENS, down:TYPE:TOKENS, dense:TYPE:0."""
     kind, types, count = case.split(":")
     names, tokens = types.split(","), int(count)
     together = capability // 10 in launch.TOGETHER
@@ -60,13 +60,21 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
         "tickets": "*i32",
     }
     common |= {"ids": "*i32", "order": "*i32", "work": "*i32", "weights": "*fp32"}
-    sizes = dict.fromkeys(("M", "N", "K", "P", "n0", "n1", "x_stride", "y_stride", "SUPERS", "PARTS", "TILES"), "i32")
+    sizes = dict.fromkeys(
+        ("M", "N", "K", "P", "n0", "n1", "NA", "NB", "x_stride", "y_stride", "SUPERS", "PARTS", "TILES"), "i32"
+    )
     four = ("low", "high", "words", "halves")
     constants: dict[str, Any] = {"EVEN": True, "PTX": True}
     if kind == "linear":
         c = launch.linear_launch(tokens, 2048, 24, PROCESSORS, together)
         kernel, planes = linear_kernel.linear_kernel, planes_signature(four, names[0])
         constants |= {"FMT": kernel_format(FORMATS[names[0]]), "BM": c.bm, "STAGES": c.stages}
+    elif kind == "pair":
+        c = launch.linear_launch(tokens, 2624, 24, PROCESSORS, together)
+        kernel, planes = linear_kernel.pair_kernel, planes_signature(("al", "ah", "aw", "a_s"), names[0])
+        planes |= planes_signature(("bl", "bh", "bw", "bs"), names[1])
+        constants |= {"A": kernel_format(FORMATS[names[0]]), "B": kernel_format(FORMATS[names[1]])}
+        constants |= {"BM": c.bm, "STAGES": c.stages}
     elif kind == "dense":
         c = launch.Launch(64, 16)
         kernel, planes = linear_kernel.dense_kernel, planes_signature(four, names[0])
@@ -88,17 +96,17 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
             constants |= {"FMT": kernel_format(FORMATS[names[0]]), "STAGES": c.stages, "ONE": True}
             kernel = moe_kernel.down_kernel
         constants |= {"BM": c.bm}
-    constants["BN"] = c.bn
+    constants |= {"BN": c.bn, "LATE": c.late, "NARROW": c.narrow}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     known = common | sizes | planes
     arguments = [a for a in kernel.arg_names if a not in constants]
     aligned = {
         (k,): [["tt.divisibility", 16]]
         for k, a in enumerate(kernel.arg_names)
-        if a in planes or a in POINTERS or a in ("N", "K", "x_stride", "y_stride")
+        if a in planes or a in POINTERS or a in ("N", "K", "NA", "NB", "x_stride", "y_stride")
     }
     source = ASTSource(kernel, {a: known[a] for a in arguments}, constexprs=constants, attrs=aligned)
-    options: dict[str, Any] = {"num_warps": c.warps, "num_stages": c.stages}
+    options: dict[str, Any] = {**c.options, "num_stages": c.stages}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage = resource_usage(made.asm["cubin"])
     return {"case": case, "capability": capability, "shared": made.metadata.shared, **usage}

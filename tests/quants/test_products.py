@@ -86,17 +86,44 @@ def test_linear_reads_and_writes_views() -> None:
     assert torch.all(out[:, :48] == 7.0)
 
 
-@pytest.mark.parametrize("names", [("Q5_K", "Q8_0"), ("Q6_K", "Q6_K"), ("Q4_K", "BF16")], ids=str)
-@pytest.mark.parametrize("m", [1, 3, 70])
-def test_pair(names: tuple[str, str], m: int) -> None:
-    """Side by side in a view."""
-    first, second = planes_of(names[0], 40, 512), planes_of(names[1], 24, 512, seed=7)
-    x, out = tokens(m, 512), torch.full((m, 72), 7.0, device=DEVICE, dtype=DTYPE)
-    products.linear_pair(x, first, second, out=out[:, 4:68])
+@pytest.mark.parametrize(
+    ("names", "m", "rows", "columns", "one"),
+    [
+        (("Q5_K", "Q8_0"), 1, (40, 24), 512, True),
+        (("BF16", "Q4_K"), 3, (33, 1), 768, True),
+        (("Q6_K", "IQ4_XS"), 16, (70, 100), 256, True),
+        (("Q8_0", "Q8_0"), 17, (40, 24), 256, False),
+        (("Q8_0", "Q5_1"), 1, (40, 24), 256, False),
+    ],
+    ids=str,
+)
+def test_pair(
+    names: tuple[str, str], m: int, rows: tuple[int, int], columns: int, one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Side by side in a view; in one launch with every bit of two."""
+    monkeypatch.setattr(products.launch, "PAIR_TOKENS", 16 if one or m > 16 else 0)
+    first, second = planes_of(names[0], rows[0], columns), planes_of(names[1], rows[1], columns, seed=7)
+    x, end = tokens(m, columns), 4 + sum(rows)
+    key = products.linear_pair_key(m, first, second, x.device)
+    assert (key[0] == "pair") == one  # type: ignore[index]
+    c = products._pair_launch(m, first, second, x.device)
     expected = torch.cat((reference.linear(x, first), reference.linear(x, second)), 1)
-    assert rms_error(out[:, 4:68], expected) < LIMIT
-    assert torch.all(out[:, :4] == 7.0)
-    assert torch.all(out[:, 68:] == 7.0)
+    apart = torch.cat((products.linear(x, first, config=c), products.linear(x, second, config=c)), 1)
+    for _ in range(2):  # the second call finds the tickets as the first left them
+        out = torch.full((m, end + 4), 7.0, device=DEVICE, dtype=DTYPE)
+        products.linear_pair(x, first, second, out=out[:, 4:end])
+        assert rms_error(out[:, 4:end], expected) < LIMIT
+        assert torch.equal(out[:, 4:end], apart)
+        assert torch.all(out[:, :4] == 7.0)
+        assert torch.all(out[:, end:] == 7.0)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_pair_whose_rows_end_inside_a_super_block(parts: int) -> None:
+    first, second = planes_of("Q8_0", 20, 800), planes_of("Q5_1", 50, 800)
+    x, c = tokens(5, 800), Launch(32, 8, parts=parts, warps=2)
+    expected = torch.cat((reference.linear(x, first), reference.linear(x, second)), 1)
+    assert rms_error(products.linear_pair(x, first, second, config=c), expected) < LIMIT
 
 
 def test_many_tokens_go_through_dense_weights(monkeypatch: pytest.MonkeyPatch) -> None:
