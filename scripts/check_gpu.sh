@@ -32,8 +32,9 @@ quantised 600 vllm products as the engine calls them, loading; two ranks where t
 long 600 vllm contexts of 2,047 to 131,072 tokens, beside vLLM's own attention
 latent 480 vllm the stack with one launch for norms, the key's RoPE and the store
 query 480 vllm the stack with W_UK and the query's RoPE in one launch as well
-experts 480 vllm the stack with the router in one launch and the shared expert in the experts' sum as well
+experts 480 vllm the stack with fewer launches around experts, behind attention and before index scores as well
 router 150 vllm the router in one launch and the sum with the shared expert, beside vLLM's launches
+launches 120 - launches before and behind attention and before index scores, each beside those it stands for
 decode 400 - a decoded token's products with other launches
 selection 400 - every way of selecting the top k
 sweep 600 - the products again with other launch parameters
@@ -99,6 +100,7 @@ run() {
     query) stack --vllm=--additional-config --vllm='{"glm5_fusion": "query"}' ;;
     experts) stack --vllm=--additional-config --vllm='{"glm5_fusion": "experts"}' ;;
     router) tests tests/vllm_plugin/test_gpu_experts.py ;;
+    launches) tests tests/kernels/test_gpu_step_launches.py tests/kernels/test_gpu_layer_input.py ;;
     soak)
       script soak.py --gguf tests/data/tiny-glm5/GLM-tiny-A-GGUF/UD-Q4_K_XL --preemptions 1 --out "$out/soak" \
         --json "$out/soak.json" ;;
