@@ -17,6 +17,7 @@ COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
+    "neu": np.not_equal,
 }
 LOGICAL = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 BINARY: dict[str, Callable[[Array, Array], Array]] = {
@@ -40,7 +41,15 @@ def compute(o: list[str], operands: list[str], value: Callable[[str, str], Array
     if o[0] == "selp":
         return np.where(value(operands[2], "u64").astype(bool), *(value(x, kind) for x in operands[:2]))
     if o[0] == "cvt":
-        return value(operands[0], kind).astype(TYPES[o[-2]])
+        # Of NaN and of what is too large only instructions come whose results nothing uses.
+        with np.errstate(invalid="ignore"):
+            return value(operands[0], kind).astype(TYPES[o[-2]])
+    if o[0] == "prmt":
+        return permuted(*(value(x, "u32").astype(np.uint64) for x in operands))
+    if kind == "s16x2":
+        a, b = (value(x, "u32") for x in operands)
+        high = (a >> np.uint32(16)) + (b >> np.uint32(16))
+        return (a + b) & np.uint32(0xFFFF) | high << np.uint32(16)
     a, *more = (value(x, "u32" if o[0] in ("shl", "shr") and i else kind) for i, x in enumerate(operands))
     with np.errstate(all="ignore"):
         match o[0]:
@@ -67,6 +76,8 @@ def compute(o: list[str], operands: list[str], value: Callable[[str, str], Array
                 return np.fmin(np.fmax(total, np.float32(0)), np.float32(1)) if "sat" in o else total
             case "div":
                 return a / more[0]
+            case "sqrt":
+                return np.sqrt(a)
             case "mul" if o[1] == "hi":
                 return ((a.astype(np.int64 if kind[0] == "s" else np.uint64) * more[0]) >> 32).astype(a.dtype)
             case "mad" | "mul" if o[1] == "wide":
@@ -77,3 +88,13 @@ def compute(o: list[str], operands: list[str], value: Callable[[str, str], Array
                 return a * more[0] + more[1]
             case name:
                 return BINARY[name](a, more[0])
+
+
+def permuted(a: Array, b: Array, chosen: Array) -> Array:
+    """prmt: four of the eight bytes of a and b, each named by four bits."""
+    both = a | b << np.uint64(32)
+    result = np.zeros_like(both)
+    for byte in range(0, 32, 8):
+        place = (chosen >> np.uint64(byte // 2) & np.uint64(7)) * np.uint64(8)
+        result |= (both >> place & np.uint64(0xFF)) << np.uint64(byte)
+    return result.astype(np.uint32)

@@ -34,12 +34,14 @@ class Program:
         self.threads = threads
         self.executed = 0  # warp instructions
 
-    def run(self, program_id: int, parameters: list[int | Array]) -> None:
-        """Parameters are numbers, or int32 arrays that stand for pointers to them."""
+    def run(self, program_id: int, parameters: list[int | Array], part: int = 0, parts: int = 1) -> None:
+        """Parameters are numbers, or int32 arrays that stand for pointers to them; part is the grid's second index."""
         self.regs: dict[str, Array] = {}
         self.lane = np.arange(self.threads) % 32
         self.warp = np.arange(self.threads) // 32
-        self.special = {"%tid.x": np.arange(self.threads), "%ctaid.x": np.full(self.threads, program_id)}
+        same = {"%ctaid.x": program_id, "%ctaid.y": part, "%nctaid.y": parts}
+        self.special = {name: np.full(self.threads, number) for name, number in same.items()}
+        self.special["%tid.x"] = np.arange(self.threads)
         given = [p for p in parameters if isinstance(p, np.ndarray)]
         addresses = iter(range(GIVEN, GIVEN * (len(given) + 1), GIVEN))
         self.parameters = [next(addresses) if isinstance(p, np.ndarray) else p for p in parameters]
@@ -79,7 +81,7 @@ class Program:
         elif operand == "global_smem":
             word = np.full(self.threads, SHARED, np.uint64)
         else:
-            number = int(operand[2:], 16) if operand.startswith(("0f", "0F")) else int(operand, 0)
+            number = int(operand[2:], 16) if operand.startswith(("0f", "0F")) else int(operand.rstrip("U"), 0)
             word = np.full(self.threads, number & (1 << 64) - 1, np.uint64)
         unsigned = np.dtype(f"u{np.dtype(dtype).itemsize}")
         return word.astype(np.uint64).astype(unsigned).view(dtype)
@@ -152,7 +154,7 @@ class Program:
             case "ld" if o[1] == "param":
                 number = self.parameters[int(operands[1].strip("[]").rpartition("_")[2])]
                 self.put(operands[0], np.full(self.threads, number & (1 << 64) - 1, np.uint64), active)
-            case "cvta":
+            case "cvta" | "griddepcontrol":  # kernels are run one after the other
                 pass
             case "mov" if "local_depot" in operands[1]:
                 self.own = np.zeros((self.threads, 64), np.uint8)

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,16 +22,31 @@ from tests.kernels.ptx_program import Program
 from tests.kernels.topk_rows import awkward_rows, deceiving_rows
 
 ARCH = 90
+PARTS = 4
 POINTERS = {"logits": "*fp32", "starts": "*i32", "lengths": "*i32", "topk": "*i32"}
+POINTERS |= {"counts": "*i64", "lists": "*i64", "held_pairs": "*i64"}
 
 
 @dataclass(frozen=True)
 class Built:
-    """A compiled kernel and the columns that it holds."""
+    """A compiled kernel, the columns that it holds, and the kernel before it where rows have parts."""
 
     name: str
     program: Program
     columns: int
+    first: Program | None = None
+
+    def run(self, row: int, numbers: list[Any], out: Any, k: int, strides: list[int]) -> None:
+        """Select from a row; `numbers` are logits, starts and lengths."""
+        if self.first is None:
+            self.program.run(row, [*numbers, out, k, *strides])
+            return
+        entries = self.columns // PARTS
+        rows = row + 1
+        counts, lists, held = (np.full(2 * rows * n, -77, np.int32) for n in (PARTS, PARTS * entries, entries))
+        for part in range(PARTS):
+            self.first.run(row, [*numbers, counts, lists, k, 1, strides[0]], part, PARTS)
+        self.program.run(row, [*numbers, counts, lists, held, out, k, PARTS, *strides])
 
 
 def build(kernel: Any, constants: dict[str, Any], warps: int, columns: int) -> Built:
@@ -46,7 +61,7 @@ def build(kernel: Any, constants: dict[str, Any], warps: int, columns: int) -> B
         kernel,
         signature,
         {(names.index(n),): value for n, value in constants.items()},
-        {(names.index("logits"),): [["tt.divisibility", 16]]},
+        {(names.index(n),): [["tt.divisibility", 16]] for n in ("logits", "lists", "held_pairs") if n in names},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options={"num_warps": warps})
     return Built(kernel.__name__, Program(compiled.asm["ptx"], 32 * warps), columns)
@@ -56,11 +71,16 @@ def kernels() -> Iterator[tuple[Built, bool]]:
     """Small programs of every form, and whether their rows may start anywhere."""
     from glm5deploy.kernels.topk_block import topk_block_kernel
     from glm5deploy.kernels.topk_steps import topk_steps_kernel
+    from glm5deploy.kernels.topk_stream import topk_parts_kernel, topk_stream_kernel
 
     for warps, groups, bins, starts in ((2, 4, 7, False), (1, 8, 5, True)):
         constants = {"HAS_STARTS": starts, "WARPS": warps, "GROUPS": groups, "LOG_BINS": bins}
         yield build(topk_steps_kernel, constants, warps, 128 * warps * groups), starts
     yield build(topk_block_kernel, {"HAS_STARTS": True, "WARPS": 2, "ASM": True}, 2, 1024), True
+    same = {"HAS_STARTS": True, "WARPS": 2, "SAMPLE": 256, "ASM": True, "EARLY": True, "AHEAD": True}
+    first = build(topk_parts_kernel, same, 2, 1024)
+    second = build(topk_stream_kernel, same | {"PARTS": PARTS, "LIST": 1024, "AT_ONCE": True}, 2, PARTS * 1024)
+    yield replace(second, first=first.program), True
 
 
 def differing(built: Built, logits: torch.Tensor, lengths: list[int], k: int, starts: list[int]) -> list[int]:
@@ -72,7 +92,7 @@ def differing(built: Built, logits: torch.Tensor, lengths: list[int], k: int, st
     expected = reference.select_topk(logits, torch.from_numpy(sizes), k, torch.from_numpy(first)).numpy()
     out = np.full((rows, k + 3), -77, np.int32)
     for row in range(rows):
-        built.program.run(row, [padded, first, sizes, out, k, columns, k + 3])
+        built.run(row, [padded, first, sizes], out, k, [columns, k + 3])
     return [r for r in range(rows) if (out[r, :k] != expected[r]).any() or (out[r, k:] != -77).any()]
 
 
