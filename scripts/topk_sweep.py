@@ -19,7 +19,7 @@ from glm5deploy.kernels.measure import graph_time
 from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
 from glm5deploy.kernels.topk_config import MOST_SHARED_ROWS, VARIANTS, TopkConfig, runnable, topk_config
 from glm5deploy.kernels.tuning import gpu
-from tests.kernels.topk_rows import awkward_rows, deceiving_rows
+from tests.kernels.topk_rows import POISON, awkward_rows, deceiving_rows
 
 K = 2048
 BOTH = ("keys", "steps")
@@ -61,7 +61,7 @@ def variants(rows: int, width: int) -> dict[str, TopkConfig]:
 def choice(config: TopkConfig, rows: int, width: int) -> Choose:
     """select_topk as (scores, lengths, out, longest), with scratch memory for this shape."""
     size = topk_workspace_elements(rows, width, K, config)
-    scratch = torch.empty(max(1, size), dtype=torch.int32, device="cuda")
+    scratch = torch.full((max(1, size),), POISON, dtype=torch.int32, device="cuda")
 
     def choose(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, longest: int) -> object:
         return select_topk(scores, lengths, out.shape[1], longest, out, scratch, config=config)

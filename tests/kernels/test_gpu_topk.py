@@ -15,7 +15,7 @@ from glm5deploy.kernels.topk import select_topk, topk_variant, topk_workspace_el
 from glm5deploy.kernels.topk_config import STEPS_ARCH, VARIANTS, runnable, steps_ready, topk_config
 from glm5deploy.kernels.tuning import gpu
 from glm5deploy.kernels.warmup import Serving, launches
-from tests.kernels.topk_rows import awkward_rows, deceiving_rows
+from tests.kernels.topk_rows import POISON, awkward_rows, deceiving_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,7 @@ def test_awkward_rows(copies: int, width: int, variant: str, k: int) -> None:
     lengths = torch.full((rows,), width, dtype=torch.int32, device="cuda")
     lengths[1::3] -= torch.arange(len(lengths[1::3]), dtype=torch.int32, device="cuda") % 9
     lengths[-2:] = torch.tensor([0, 2047], dtype=torch.int32, device="cuda")
-    scratch = torch.empty(topk_workspace_elements(rows, width, k), dtype=torch.int32, device="cuda")
+    scratch = torch.full((topk_workspace_elements(rows, width, k),), POISON, dtype=torch.int32, device="cuda")
     out = torch.full((rows, k + 1), -7, dtype=torch.int32, device="cuda")
     expected = reference.select_topk(logits, lengths, k)
     for _ in range(2):  # the scratch memory's contents do not matter
@@ -54,7 +54,7 @@ def test_every_variant(name: str, width: int, k: int) -> None:
     starts = torch.arange(count, dtype=torch.int32, device="cuda") % 7
     lengths = width - starts - torch.arange(count, dtype=torch.int32, device="cuda") % 4
     lengths[:5] = torch.tensor([0, k - 1, k, k + 1, 127], dtype=torch.int32, device="cuda")
-    scratch = torch.empty(topk_workspace_elements(count, width, k, config), dtype=torch.int32, device="cuda")
+    scratch = torch.full((topk_workspace_elements(count, width, k, config),), POISON, dtype=torch.int32, device="cuda")
     for first in (None, starts) if name in ("keys", "steps") else (None,):  # each form is compiled apart
         expected = reference.select_topk(logits, lengths, k, first)
         for few in (count, 8, 1):  # so many at a time: the fewer, the more programs share one
@@ -70,7 +70,7 @@ def test_every_variant(name: str, width: int, k: int) -> None:
 def test_after_warm_up_nothing_compiles_for_rows_of_any_length() -> None:
     serving, device = Serving(8, 32, 2048, 600, 140_000, 64, packed=False), torch.device("cuda")
     prepare([launch for launch in launches(serving, device) if launch.variant[0] == "selection"], device)
-    scratch = torch.empty(topk_workspace_elements(600, 140_000, 2048), dtype=torch.int32, device="cuda")
+    scratch = torch.full((topk_workspace_elements(600, 140_000, 2048),), POISON, dtype=torch.int32, device="cuda")
     out = torch.empty(600, 2048, dtype=torch.int32, device="cuda")
     lengths = torch.zeros(603, dtype=torch.int32, device="cuda")
     memory = torch.zeros(600 * 140_000, device="cuda")
@@ -93,7 +93,7 @@ def test_rows_may_start_anywhere() -> None:
     starts = torch.arange(13, dtype=torch.int32, device="cuda") * 701
     lengths = 30_000 - starts - starts % 5
     for count in (13, 4):
-        scratch = torch.empty(topk_workspace_elements(13, 30_000, 2048), dtype=torch.int32, device="cuda")
+        scratch = torch.full((topk_workspace_elements(13, 30_000, 2048),), POISON, dtype=torch.int32, device="cuda")
         out = torch.empty(count, 2048, dtype=torch.int32, device="cuda")
         rows, first, sizes = logits[:count], starts[:count], lengths[:count]
         select_topk(rows, sizes, 2048, 30_000, out, scratch, first)
@@ -103,7 +103,7 @@ def test_rows_may_start_anywhere() -> None:
 def test_graphs_of_kernels_that_start_early_replay_on_other_rows() -> None:
     first, second = awkward_rows(70_000, "cuda"), awkward_rows(70_000, "cuda").flip(0).contiguous()
     lengths = torch.full((13,), 70_000, dtype=torch.int32, device="cuda")
-    scratch = torch.empty(topk_workspace_elements(13, 70_000, 2048), dtype=torch.int32, device="cuda")
+    scratch = torch.full((topk_workspace_elements(13, 70_000, 2048),), POISON, dtype=torch.int32, device="cuda")
     outs = [torch.empty(13, 2048, dtype=torch.int32, device="cuda") for _ in range(2)]
 
     def both() -> None:

@@ -12,7 +12,7 @@ from glm5deploy.kernels import reference, topk_config
 from glm5deploy.kernels.topk import select_topk, topk_variant, topk_workspace_elements
 from glm5deploy.kernels.topk_config import TopkConfig
 from glm5deploy.kernels.tuning import Gpu
-from tests.kernels.topk_rows import awkward_rows
+from tests.kernels.topk_rows import POISON, awkward_rows
 
 # A program holds 512 columns, and the stand-in GPU four programs.
 SMALL = TopkConfig((1,), 1, 1, (1, 2), few_rows=8, samples=(64, 128), per_sm=8, spared=1)
@@ -39,7 +39,7 @@ class Run:
         sizes = torch.tensor(lengths, dtype=torch.int32)
         first = None if starts is None else torch.tensor(starts, dtype=torch.int32)
         out = torch.empty(rows, k + 3, dtype=torch.int32)
-        self.scratch = torch.empty(topk_workspace_elements(rows, longest, k, config), dtype=torch.int32)
+        self.scratch = torch.full((topk_workspace_elements(rows, longest, k, config),), POISON, dtype=torch.int32)
         select_topk(logits, sizes, k, longest, out, self.scratch, first, config)
         assert torch.equal(out[:, :k], reference.select_topk(logits, sizes, k, first))
         assert (out[:, k:] == -77).all(), "columns past k are not the kernel's"
@@ -47,7 +47,7 @@ class Run:
 
     def copied(self) -> bool:
         """Whether anything was written where lists are joined."""
-        return bool((self.scratch[: 2 * self.rows * self.most] != -77).any())
+        return bool((self.scratch[: 2 * self.rows * self.most] != POISON).any())
 
     def part_counts(self) -> torch.Tensor:
         """How many columns of each row the parts listed."""

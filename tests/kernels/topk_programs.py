@@ -19,7 +19,7 @@ import torch
 
 from glm5deploy.kernels import reference
 from tests.kernels.ptx_program import Program
-from tests.kernels.topk_rows import awkward_rows, deceiving_rows
+from tests.kernels.topk_rows import POISON, awkward_rows, deceiving_rows
 
 ARCH = 90
 PARTS = 4
@@ -43,7 +43,7 @@ class Built:
             return
         entries = self.columns // PARTS
         rows = row + 1
-        counts, lists, held = (np.full(2 * rows * n, -77, np.int32) for n in (PARTS, PARTS * entries, entries))
+        counts, lists, held = (np.full(2 * rows * n, POISON, np.int32) for n in (PARTS, PARTS * entries, entries))
         for part in range(PARTS):
             self.first.run(row, [*numbers, counts, lists, k, 1, strides[0]], part, PARTS)
         self.program.run(row, [*numbers, counts, lists, held, out, k, PARTS, *strides])
