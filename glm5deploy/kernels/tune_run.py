@@ -82,7 +82,7 @@ class Measuring:
                     try:
                         call()
                     except (TritonError, RuntimeError) as error:  # too large, or more than the compiler can do
-                        self.unfit[shape] = str(error).splitlines()[0]
+                        self.unfit[shape] = str(error).partition("\n")[0]
 
         shapes = list(dict.fromkeys(replace(config, per_sm=1) for config in candidates))
         note = f"compiling {len(shapes)} configurations of {type(case).__name__.lower()}"
