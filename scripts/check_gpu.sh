@@ -36,6 +36,7 @@ experts 480 vllm the stack with fewer launches around experts, behind attention 
 router 150 vllm the router in one launch and the sum with the shared expert, beside vLLM's launches
 launches 120 - launches before and behind attention and before index scores, each beside those it stands for
 decode 400 - a decoded token's products with other launches
+tiles 200 - 16 tokens of a weight, 64 to 256 of a layer of experts with other launches
 selection 400 - every way of selecting the top k
 sweep 600 - the products again with other launch parameters
 STEPS
@@ -110,6 +111,7 @@ run() {
     quantised) tests tests/vllm_plugin/test_gpu_quantised.py tests/vllm_plugin/test_rank_reader.py ;;
     long) tests tests/vllm_plugin/test_gpu_long.py ;;
     decode) script bench_quants.py --sweep decode --out "$out/decode.json" --jobs "$(nproc)" ;;
+    tiles) script bench_quants.py --sweep tiles --out "$out/tiles.json" --jobs "$(nproc)" ;;
     selection) script bench_indexer.py --sweep --json "$out/selection.json" ;;
     sweep) script bench_quants.py --sweep --out "$out/sweep.json" --jobs "$(nproc)" ;;
   esac

@@ -6,7 +6,7 @@ A variant is checked against fp32 first; what is not right is not timed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,13 +24,12 @@ LINEAR = (
     ("q_a + kv_a", ("Q5_K", "Q8_0"), (2048, 576), 6144),
     ("q_b", ("Q8_0",), (2048,), 2048),
     ("o", ("Q5_K",), (6144,), 2048),
-    ("shared gate", ("Q5_K",), (256,), 6144),
-    ("shared gate + up", ("Q5_K", "Q5_K"), (256, 256), 6144),
+    ("shared gate + up", ("Q5_K",), (512,), 6144),
     ("shared down", ("Q6_K",), (6144,), 256),
     ("wq_b", ("Q8_0",), (4096,), 2048),
     ("head", ("Q6_K",), (19360,), 6144),
 )
-TOKENS = (1, 2, 4)
+TOKENS = (1, 2, 4, 8, 16)
 Weights = tuple[Planes, ...]
 
 
@@ -52,9 +51,11 @@ def _gpu() -> int:
 
 def linear_variants(weights: Weights, rows: tuple[int, ...], tokens: int) -> dict[str, Launch | None]:
     """For weights of ``rows`` rows; None is two launches for two weights."""
-    if len(weights) == 2:
-        return {"table": None}
-    return {"table": launch.linear_launch(tokens, rows[0], weights[0].supers, _gpu())}
+    both = launch.linear_launch(tokens, sum(rows), weights[0].supers, _gpu())
+    if len(weights) == 1:
+        return {"table": both}
+    others = {f"one launch, {parts} parts": replace(both, parts=parts) for parts in (both.parts - 2, both.parts + 2)}
+    return {"two launches": None, "one launch": both} | others
 
 
 def moe_variants(gate: Planes) -> dict[str, tuple[Launch, Launch]]:
@@ -67,7 +68,9 @@ def moe_variants(gate: Planes) -> dict[str, tuple[Launch, Launch]]:
 def call_linear(x: torch.Tensor, weights: Weights, c: Launch | None) -> torch.Tensor:
     if len(weights) == 1:
         return products.linear(x, weights[0], config=c)
-    return products.linear_pair(x, *weights)
+    if c is None:
+        return torch.cat([products.linear(x, planes) for planes in weights], 1)
+    return products.linear_pair(x, *weights, config=c)
 
 
 def compilations() -> Iterator[Callable[[], object]]:
@@ -86,7 +89,8 @@ def compilations() -> Iterator[Callable[[], object]]:
             yield lambda x=x, w=few, i=ids, c=c: products.moe(x, *w, i, i.float(), configs=c)
 
 
-def _timed(row: Timed, calls: list[Callable[[], torch.Tensor]], expected: torch.Tensor) -> Timed:
+def timed_row(row: Timed, calls: list[Callable[[], torch.Tensor]], expected: torch.Tensor) -> Timed:
+    """The row with the error of the first call and, if that is right, the time of all in turn."""
     row.error = cases.error(calls[0](), expected)
     if row.error <= LIMIT:
         row.us = graph_time(calls, 10, len(calls))
@@ -106,7 +110,7 @@ def linear_times() -> Iterator[Timed]:
             for label, c in linear_variants(sets[0], rows, m).items():
                 calls = [lambda x=x, w=w, c=c: call_linear(x, w, c) for x, w in zip(xs, sets, strict=True)]
                 row = Timed(f"{what} {'+'.join(types)}", m, label, nbytes / RATE * 1e6, 0.0)
-                yield _timed(row, calls, xs[0].float() @ exact)
+                yield timed_row(row, calls, xs[0].float() @ exact)
 
 
 def moe_times() -> Iterator[Timed]:
@@ -118,7 +122,7 @@ def moe_times() -> Iterator[Timed]:
         floor = cases.TOPK * sum(p.nbytes for p in planes) / cases.EXPERTS / RATE * 1e6
         for label, c in moe_variants(planes[0]).items():
             runs = [lambda r=r, w=planes, c=c: products.moe(r.x, *w, r.ids, r.share, configs=c) for r in calls]
-            yield _timed(Timed(f"MoE {'/'.join(names)}", 1, label, floor, 0.0), runs, expected)
+            yield timed_row(Timed(f"MoE {'/'.join(names)}", 1, label, floor, 0.0), runs, expected)
 
 
 def table(rows: list[Timed]) -> str:

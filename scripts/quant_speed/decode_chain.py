@@ -13,16 +13,14 @@ import torch
 
 from glm5deploy.kernels.measure import graph_time
 from glm5deploy.quants import products
-from glm5deploy.quants.launch import Launch
 from glm5deploy.quants.planes import Planes
 from quant_speed import cases, decode
 
 LAYERS = 8
-MODES = ("table",)
-_TYPES = {"q_a": "Q5_K", "kv_a": "Q8_0", "q_b": "Q8_0", "o": "Q5_K", "gate": "Q5_K", "up": "Q5_K", "down": "Q6_K"}
-_SHAPES = {
-    "q_a": (2048, 6144), "kv_a": (576, 6144), "q_b": (2048, 2048), "o": (6144, 2048),
-    "gate": (256, 6144), "up": (256, 6144), "down": (6144, 256),
+MODES = ("two launches", "one launch")  # for q_a and kv_a
+_WEIGHTS = {
+    "q_a": ("Q5_K", 2048, 6144), "kv_a": ("Q8_0", 576, 6144), "q_b": ("Q8_0", 2048, 2048), "o": ("Q5_K", 6144, 2048),
+    "gate, up": ("Q5_K", 512, 6144), "down": ("Q6_K", 6144, 256),
 }  # fmt: skip
 
 
@@ -38,19 +36,10 @@ class Layer:
 def layers() -> list[Layer]:
     found = []
     for _ in range(LAYERS):
-        weights = {k: cases.weights(_TYPES[k], *shape).planes for k, shape in _SHAPES.items()}
+        weights = {what: cases.weights(*shape).planes for what, shape in _WEIGHTS.items()}
         call = cases.routed(1, 1)[0]
         found.append(Layer(weights, call.ids, call.share / call.share.sum()))
     return found
-
-
-def _one(x: torch.Tensor, planes: Planes, mode: str) -> torch.Tensor:
-    choices = decode.linear_variants((planes,), (planes.rows,), 1)
-    return products.linear(x, planes, config=choices[mode])
-
-
-def _pair(x: torch.Tensor, first: Planes, second: Planes, mode: str) -> torch.Tensor:
-    return torch.cat((_one(x, first, mode), _one(x, second, mode)), 1)
 
 
 def _level(x: torch.Tensor) -> torch.Tensor:
@@ -60,14 +49,13 @@ def _level(x: torch.Tensor) -> torch.Tensor:
 
 def run(x: torch.Tensor, stack: list[Layer], experts: tuple[Planes, ...], mode: str) -> torch.Tensor:
     """[1, HIDDEN] to the same, through every layer."""
-    chosen: dict[str, tuple[Launch, Launch]] = decode.moe_variants(experts[0])
     for layer in stack:
         w = layer.weights
-        both = _pair(_level(x), w["q_a"], w["kv_a"], mode)
-        x = _level(_one(_one(_level(both[:, :2048]), w["q_b"], mode), w["o"], mode))
-        hidden = _level(_pair(x, w["gate"], w["up"], mode)[:, 256:])
-        beside = _one(hidden, w["down"], mode)
-        x = beside + products.moe(x, *experts, layer.ids, layer.share, configs=chosen[mode])
+        pair = w["q_a"], w["kv_a"]
+        both = decode.call_linear(_level(x), pair, decode.linear_variants(pair, (2048, 576), 1)[mode])
+        x = _level(products.linear(products.linear(_level(both[:, :2048]), w["q_b"]), w["o"]))
+        hidden = _level(products.linear(x, w["gate, up"])[:, 256:])
+        x = products.linear(hidden, w["down"]) + products.moe(x, *experts, layer.ids, layer.share)
     return x
 
 
