@@ -54,7 +54,8 @@ def linear_variants(weights: Weights, rows: tuple[int, ...], tokens: int) -> dic
     both = launch.linear_launch(tokens, sum(rows), weights[0].supers, _gpu())
     if len(weights) == 1:
         return {"table": both}
-    others = {f"one launch, {parts} parts": replace(both, parts=parts) for parts in (both.parts - 2, both.parts + 2)}
+    fewer, more = max(1, both.parts - 2), both.parts + 2
+    others = {f"one launch, {parts} parts": replace(both, parts=parts) for parts in (fewer, more)}
     return {"two launches": None, "one launch": both} | others
 
 
