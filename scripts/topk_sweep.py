@@ -29,9 +29,9 @@ NAMES: dict[int, tuple[str, ...]] = {
     8192: BOTH,
     12_288: BOTH,
     16_384: BOTH,
-    24_576: (*BOTH, "keys, ahead, at once, parts sooner"),
-    32_768: tuple(VARIANTS),
-    131_072: ("keys", "keys, ahead, at once"),
+    24_576: ("keys",),
+    32_768: ("keys",),
+    131_072: ("keys",),
 }
 SHAPES = [(rows, width) for width in NAMES for rows in ((1, 2048) if width == 4096 else (1, 8, 64, 2048))]
 INPUT_SETS = 4
@@ -45,8 +45,7 @@ def launched(config: TopkConfig, rows: int, width: int) -> Hashable:
     """The same for two configurations that launch the same."""
     if held := config.step(width) or config.block(width):
         return held
-    parts = config.parts(rows, width, gpu(torch.device("cuda", 0)).multiprocessors)
-    return parts, config.ahead, config.at_once and parts[0] > 1
+    return config.parts(rows, width, gpu(torch.device("cuda", 0)).multiprocessors)
 
 
 def variants(rows: int, width: int) -> dict[str, TopkConfig]:

@@ -141,7 +141,6 @@ def select_topk(
             SAMPLE=config.sample(width),
             ASM=logits.is_cuda,
             EARLY=early,
-            AHEAD=config.ahead,
             num_warps=config.part_warps,
             maxnreg=STREAM_REGISTERS,
         )
@@ -164,8 +163,6 @@ def select_topk(
         LIST=entries,
         ASM=logits.is_cuda,
         EARLY=early and parts > 1,
-        AHEAD=config.ahead,
-        AT_ONCE=config.at_once and parts > 1,
         num_warps=warps,
         maxnreg=STREAM_REGISTERS if parts == 1 else None,
         launch_pdl=early and parts > 1,

@@ -44,8 +44,8 @@ class Steps:
         return 128 * self.warps * self.groups
 
 
-# The first one that a row fits is taken; the last one is there to be measured below its 32,768 columns.
-STEPS = (Steps(8, 4, 64), Steps(16, 4, 64), Steps(16, 8, None), Steps(16, 16, 128, 8))
+# The first one that a row fits is taken.
+STEPS = (Steps(8, 4, 64), Steps(16, 4, 64), Steps(16, 8, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,8 @@ class TopkConfig:
     few_rows: int = 8  # with more of them, a list that overflows and makes all wait is likely
     samples: tuple[int, ...] = (2048, 4096, 8192)  # columns that set the first threshold, for rows of up to 32 times
     per_sm: int = 2  # programs a multiprocessor is meant to hold: the number of parts follows from it
-    spared: int = 7  # blocks of columns that parts must spare a program to be worth a second launch
+    spared: int = 3  # blocks of columns that parts must spare a program to be worth a second launch
     steps_columns: int = 0  # rows of up to so many are held by one program of `topk_steps` instead
-    ahead: bool = False  # a program asks for its first columns before it takes the sample
-    at_once: bool = False  # lists of parts are selected from as they are where they fit
 
     def __post_init__(self) -> None:
         held = WARP_COLUMNS * max(self.block_warps)
@@ -93,16 +91,8 @@ class TopkConfig:
 
 
 _SHIPPED = {True: TopkConfig(steps_columns=STEPS_COLUMNS), False: TopkConfig(stream_warps=16, merge_warps=(16, 16))}
-# For k of at most 2048: what ships is put together from the first two by STEPS_COLUMNS, the others are there to be
-# measured. `scripts/bench_indexer.py --sweep` compares them.
-VARIANTS: dict[str, TopkConfig] = {
-    "keys": TopkConfig(),
-    "steps": TopkConfig(steps_columns=STEPS[-1].columns),
-    "keys, ahead": TopkConfig(ahead=True),
-    "keys, at once": TopkConfig(at_once=True),
-    "keys, ahead, at once": TopkConfig(ahead=True, at_once=True),
-    "keys, ahead, at once, parts sooner": TopkConfig(ahead=True, at_once=True, spared=3),
-}
+# For k of at most 2048, both ways of which the first is put together: `scripts/bench_indexer.py --sweep` compares them.
+VARIANTS: dict[str, TopkConfig] = {"keys": TopkConfig(), "steps": TopkConfig(steps_columns=STEPS_COLUMNS)}
 
 
 @functools.cache

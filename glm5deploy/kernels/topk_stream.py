@@ -121,7 +121,6 @@ def topk_parts_kernel(
     SAMPLE: tl.constexpr,
     ASM: tl.constexpr,
     EARLY: tl.constexpr,  # the next kernel may start while this one runs
-    AHEAD: tl.constexpr,  # the first columns are asked for before the sample
 ):
     """Lists what reaches the row's threshold, one list a part; a list with a count above 512 * WARPS is not whole."""
     SIZE: tl.constexpr = 512 * WARPS
@@ -138,12 +137,9 @@ def topk_parts_kernel(
     done = 0
     least = tl.full((), LEAST_KEY, tl.int32)
     if column < end:
-        if AHEAD:
-            b_next = load_columns(p_row, column, end, WARPS)
+        b_next = load_columns(p_row, column, end, WARPS)  # on their way while the sample is looked at
         if width > SIZE:
             least = sample_threshold(p_row + before, width, k, SAMPLE)
-        if not AHEAD:
-            b_next = load_columns(p_row, column, end, WARPS)
         reach = key_value(least)
         while column < end:
             b_x = b_next
@@ -176,8 +172,6 @@ def topk_stream_kernel(
     LIST: tl.constexpr,  # entries of a part's list
     ASM: tl.constexpr,
     EARLY: tl.constexpr,  # started while topk_parts_kernel runs
-    AHEAD: tl.constexpr,  # the first columns are asked for before the sample
-    AT_ONCE: tl.constexpr,  # lists that fit are selected from as they are, without a joined copy
 ):
     SIZE: tl.constexpr = 512 * WARPS
     i_t = tl.program_id(0).to(tl.int64)
@@ -197,26 +191,23 @@ def topk_stream_kernel(
         COLUMNS: tl.constexpr = SIZE // PARTS
         o_p = tl.arange(0, PARTS)
         b_told = tl.load(counts + i_t * parts + o_p, mask=o_p < parts, other=0)
-        if AT_ONCE:
-            # The first COLUMNS entries of each list, asked for before it is known how many it has.
-            o_part = fours(WARPS) // COLUMNS
-            m_part = o_part < parts
-            b_size = tl.load(counts + i_t * parts + o_part, mask=m_part, other=0).to(tl.int32)
-            b_pair = tl.load(lists + (i_t * parts + o_part) * LIST + o_c % COLUMNS, mask=m_part, other=0)
+        # The first COLUMNS entries of each list, asked for before it is known how many it has.
+        o_part = fours(WARPS) // COLUMNS
+        m_part = o_part < parts
+        b_size = tl.load(counts + i_t * parts + o_part, mask=m_part, other=0).to(tl.int32)
+        b_pair = tl.load(lists + (i_t * parts + o_part) * LIST + o_c % COLUMNS, mask=m_part, other=0)
         b_count = b_told.to(tl.int32)
         most = tl.max(b_count, axis=0)
         total = tl.sum(b_count, axis=0)
         whole = (most <= LIST) & (total <= SIZE) & (total >= tl.minimum(k, width))
         if whole:
             column = (end + 3) // 4 * 4
-        if AT_ONCE:
-            if whole:
-                least = tl.max(tl.where(b_count > 0, (b_told >> 32).to(tl.int32), LEAST_KEY), axis=0)
-            if whole & (most <= COLUMNS):
-                b_x, b_position = halves(b_pair)
-                b_key, low, b_out = best(b_x, o_c % COLUMNS < b_size, total, least, k, WARPS)
-                store_best(p_top, b_out, b_position, b_key, low, total, k, WARPS, ASM)
-                pending = 0
+            least = tl.max(tl.where(b_count > 0, (b_told >> 32).to(tl.int32), LEAST_KEY), axis=0)
+        if whole & (most <= COLUMNS):  # lists that fit are selected from as they are
+            b_x, b_position = halves(b_pair)
+            b_key, low, b_out = best(b_x, o_c % COLUMNS < b_size, total, least, k, WARPS)
+            store_best(p_top, b_out, b_position, b_key, low, total, k, WARPS, ASM)
+            pending = 0
         if whole & (pending == 1):
             b_first = tl.cumsum(b_count, axis=0) - b_count
             first = 0
@@ -227,12 +218,9 @@ def topk_stream_kernel(
                 tl.store(p_held + b_first[:, None] + o_e, tl.load(lists + o_from, mask=m_e, other=0), mask=m_e)
                 first += COLUMNS
             held = total
-    if AHEAD:
-        b_next = load_columns(p_row, column, end, WARPS)
+    b_next = load_columns(p_row, column, end, WARPS)
     if (column == 0) & (width > SIZE):
         least = sample_threshold(p_row + before, width, k, SAMPLE)
-    if not AHEAD:
-        b_next = load_columns(p_row, column, end, WARPS)
     next_key = least  # the least key that may still be listed
     while pending == 1:
         reach = key_value(next_key)

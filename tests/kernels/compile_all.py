@@ -173,16 +173,13 @@ def selection_jobs(arch: int) -> Iterator[Job]:
         yield Job(kernel, arch, steps.warps, 3, types, chosen, ("logits",), STEPS_SPILL_LIMIT, registers)
     early = arch >= topk.FIRST_EARLY_ARCH
     aligned = ("logits", "lists")
-    variants = topk.VARIANTS.values() if arch == topk.STEPS_ARCH else (config,)
-    for ahead in {variant.ahead: None for variant in variants}:
-        chosen = constants | {"WARPS": config.part_warps, "SAMPLE": config.samples[-1], "EARLY": early, "AHEAD": ahead}
-        kernel, registers = "topk_stream.topk_parts_kernel", topk.STREAM_REGISTERS
-        yield Job(kernel, arch, config.part_warps, 3, types, chosen, aligned, registers=registers)
+    chosen = constants | {"WARPS": config.part_warps, "SAMPLE": config.samples[-1], "EARLY": early}
+    kernel, registers = "topk_stream.topk_parts_kernel", topk.STREAM_REGISTERS
+    yield Job(kernel, arch, config.part_warps, 3, types, chosen, aligned, registers=registers)
     sizes = ((0, config.stream_warps), (8, config.merge_warps[0]), (topk.MAX_PARTS, config.merge_warps[-1]))
-    kinds = {(v.ahead, v.at_once and parts > 0, parts, warps): None for v in variants for parts, warps in sizes}
-    for ahead, at_once, parts, warps in kinds:
+    for parts, warps in sizes:
         chosen = constants | {"WARPS": warps, "SAMPLE": config.samples[0], "EARLY": early and parts > 0}
-        chosen |= {"PARTS": parts, "LIST": 512 * config.part_warps, "AHEAD": ahead, "AT_ONCE": at_once}
+        chosen |= {"PARTS": parts, "LIST": 512 * config.part_warps}
         kernel, held = "topk_stream.topk_stream_kernel", (*aligned, "held_pairs")
         registers = None if parts else topk.STREAM_REGISTERS
         yield Job(kernel, arch, warps, 3, types, chosen, held, registers=registers)

@@ -55,7 +55,7 @@ def test_every_variant(name: str, width: int, k: int) -> None:
     lengths = width - starts - torch.arange(count, dtype=torch.int32, device="cuda") % 4
     lengths[:5] = torch.tensor([0, k - 1, k, k + 1, 127], dtype=torch.int32, device="cuda")
     scratch = torch.full((topk_workspace_elements(count, width, k, config),), POISON, dtype=torch.int32, device="cuda")
-    for first in (None, starts) if name in ("keys", "steps") else (None,):  # each form is compiled apart
+    for first in (None, starts):  # each form is compiled apart
         expected = reference.select_topk(logits, lengths, k, first)
         for few in (count, 8, 1):  # so many at a time: the fewer, the more programs share one
             out = torch.full((count, k + 1), -7, dtype=torch.int32, device="cuda")

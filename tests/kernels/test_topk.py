@@ -17,8 +17,7 @@ from tests.kernels.topk_rows import POISON, awkward_rows
 # A program holds 512 columns, and the stand-in GPU four programs.
 SMALL = TopkConfig((1,), 1, 1, (1, 2), few_rows=8, samples=(64, 128), per_sm=8, spared=1)
 ONE_PROGRAM = replace(SMALL, spared=1000)
-AT_ONCE = replace(SMALL, ahead=True, at_once=True)
-LAUNCHES = {"parts": SMALL, "at once": AT_ONCE, "one program": ONE_PROGRAM, "ahead": replace(AT_ONCE, spared=1000)}
+LAUNCHES = {"parts": SMALL, "one program": ONE_PROGRAM}
 every_launch = pytest.mark.parametrize("config", LAUNCHES.values(), ids=LAUNCHES)
 WIDTH = 3001
 
@@ -116,10 +115,9 @@ def test_a_good_sample_spares_the_list_most_columns() -> None:
 def test_lists_that_fit_are_not_copied() -> None:
     """A program of 512 columns has room for 64 of each of six parts."""
     even, uneven = torch.arange(WIDTH, dtype=torch.float32)[None] % 29, torch.arange(WIDTH, dtype=torch.float32)[None]
-    assert not Run(even, [WIDTH], 40, AT_ONCE).copied()
-    assert not Run(even, [20], 40, AT_ONCE, max_length=WIDTH).copied()
-    assert Run(even, [WIDTH], 40, SMALL).copied()
-    assert Run(uneven, [WIDTH], 40, AT_ONCE).copied()
+    assert not Run(even, [WIDTH], 40, SMALL).copied()
+    assert not Run(even, [20], 40, SMALL, max_length=WIDTH).copied()
+    assert Run(uneven, [WIDTH], 40, SMALL).copied()
 
 
 def test_the_largest_k() -> None:
@@ -146,8 +144,9 @@ def test_steps_take_rows_up_to_their_limit_on_the_architecture_that_was_measured
         assert topk_variant(rows, 8192, 2048, 8192, of) == ("steps", 16, 4, 0)
         assert topk_variant(rows, 8190, 2048, 8191, of) == ("steps", 16, 8, 0)
         assert topk_variant(rows, limit, 2048, limit, of) == ("steps", 16, 8, 0)
-        assert topk_variant(rows, limit - 2, 2048, limit - 1, of)[0] == "stream"
-        assert topk_variant(rows, limit, 2049, limit, of)[0] == "stream"
+        beyond = "parts" if rows == 1 else "stream"
+        assert topk_variant(rows, limit - 2, 2048, limit - 1, of)[0] == beyond
+        assert topk_variant(rows, limit, 2049, limit, of)[0] == beyond
         assert topk_variant(rows, 8192, 2048, 8192, Gpu(100, 148, "sm90")) == ("block", 16, 0, 0)
         assert topk_variant(rows, 8192, 2048, 8192, Gpu(86, 46, "small")) == ("block", 16, 0, 0)
 

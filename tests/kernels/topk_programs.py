@@ -77,9 +77,9 @@ def kernels() -> Iterator[tuple[Built, bool]]:
         constants = {"HAS_STARTS": starts, "WARPS": warps, "GROUPS": groups, "LOG_BINS": bins}
         yield build(topk_steps_kernel, constants, warps, 128 * warps * groups), starts
     yield build(topk_block_kernel, {"HAS_STARTS": True, "WARPS": 2, "ASM": True}, 2, 1024), True
-    same = {"HAS_STARTS": True, "WARPS": 2, "SAMPLE": 256, "ASM": True, "EARLY": True, "AHEAD": True}
+    same = {"HAS_STARTS": True, "WARPS": 2, "SAMPLE": 256, "ASM": True, "EARLY": True}
     first = build(topk_parts_kernel, same, 2, 1024)
-    second = build(topk_stream_kernel, same | {"PARTS": PARTS, "LIST": 1024, "AT_ONCE": True}, 2, PARTS * 1024)
+    second = build(topk_stream_kernel, same | {"PARTS": PARTS, "LIST": 1024}, 2, PARTS * 1024)
     yield replace(second, first=first.program), True
 
 
