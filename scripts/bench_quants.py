@@ -1,12 +1,11 @@
 """Times products with GGML planes against bf16 cuBLAS, vllm-gguf-plugin and the bytes they must read, on a GPU.
 
-    python scripts/bench_quants.py [--out results.json] [--sweep [decode|tiles]] [--jobs 14]
+    python scripts/bench_quants.py [--out results.json] [--sweep [decode]] [--jobs 14]
     python scripts/bench_quants.py --compile    fill Triton's cache and leave it at that; --compiled then starts at once
 
 Errors first, times after: a product that is not right is not timed. Each figure is the median of replays of a CUDA
 graph of several calls on different inputs and weights, so caches are cold. Shapes are GLM-5's on one of eight ranks.
-``--sweep`` also tries other launches than the table's; ``--sweep decode`` does that alone, for a decoded token;
-``--sweep tiles`` for 16 tokens of a linear weight and 64 to 256 of a layer of experts.
+``--sweep`` also tries other launches than the table's; ``--sweep decode`` does that alone, for a decoded token.
 The plugin's columns say "absent" where it (or vLLM, which it needs) is not installed.
 """
 
@@ -22,7 +21,6 @@ import torch
 from quant_speed import cases, peers, sweep
 from quant_speed.decode_sweep import decode_sweep
 from quant_speed.report import LIMIT, RATE, Row, as_json, head, line
-from quant_speed.tiles import tiles_sweep
 from triton.errors import TritonError
 
 from glm5deploy.kernels.measure import graph_time
@@ -95,12 +93,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     parser.add_argument(
-        "--sweep",
-        nargs="?",
-        const="all",
-        default="",
-        choices=("all", "decode", "tiles"),
-        help="also try other launches",
+        "--sweep", nargs="?", const="all", default="", choices=("all", "decode"), help="also try other launches"
     )
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
     parser.add_argument("--compile", action="store_true", help="only compile")
@@ -123,8 +116,6 @@ def main() -> int:
     torch.manual_seed(0)
     if args.sweep == "decode":
         return decode_sweep(args.out)
-    if args.sweep == "tiles":
-        return tiles_sweep(args.out)
     free, memory = torch.cuda.mem_get_info()
     print(f"{torch.cuda.get_device_name()}, {free / 1e9:.0f} of {memory / 1e9:.0f} GB free", flush=True)
     plugin = peers.plugin()

@@ -30,13 +30,10 @@ tune 720 - launch parameters measured for both caches, then random steps with th
 install 400 vllm install --tune from end to end, and a server that launches what it measured
 quantised 600 vllm products as the engine calls them, loading; two ranks where there are two GPUs
 long 600 vllm contexts of 2,047 to 131,072 tokens, beside vLLM's own attention
-latent 480 vllm the stack with one launch for norms, the key's RoPE and the store
-query 480 vllm the stack with W_UK and the query's RoPE in one launch as well
+unfused 480 vllm the stack with vLLM's own launches before attention
 experts 480 vllm the stack with fewer launches around experts, behind attention and before index scores as well
-router 150 vllm the router in one launch and the sum with the shared expert, beside vLLM's launches
-launches 120 - launches before and behind attention and before index scores, each beside those it stands for
+launches 120 - launches before and behind attention, before index scores and behind experts, each beside those it stands for
 decode 400 - a decoded token's products with other launches
-tiles 200 - 16 tokens of a weight, 64 to 256 of a layer of experts with other launches
 selection 400 - every way of selecting the top k
 sweep 600 - the products again with other launch parameters
 STEPS
@@ -97,11 +94,9 @@ run() {
     indexer) script bench_indexer.py --json "$out/indexer.json" ;;
     engine) tests tests/vllm_plugin/test_gpu.py ;;
     stack) stack ;;
-    latent) stack --vllm=--additional-config --vllm='{"glm5_fusion": "latent"}' ;;
-    query) stack --vllm=--additional-config --vllm='{"glm5_fusion": "query"}' ;;
+    unfused) stack --vllm=--additional-config --vllm='{"glm5_fusion": "off"}' ;;
     experts) stack --vllm=--additional-config --vllm='{"glm5_fusion": "experts"}' ;;
-    router) tests tests/vllm_plugin/test_gpu_experts.py ;;
-    launches) tests tests/kernels/test_gpu_step_launches.py tests/kernels/test_gpu_layer_input.py ;;
+    launches) tests tests/quants/test_gpu_sum.py tests/kernels/test_gpu_step_launches.py tests/kernels/test_gpu_layer_input.py ;;
     soak)
       script soak.py --gguf tests/data/tiny-glm5/GLM-tiny-A-GGUF/UD-Q4_K_XL --preemptions 1 --out "$out/soak" \
         --json "$out/soak.json" ;;
@@ -111,7 +106,6 @@ run() {
     quantised) tests tests/vllm_plugin/test_gpu_quantised.py tests/vllm_plugin/test_rank_reader.py ;;
     long) tests tests/vllm_plugin/test_gpu_long.py ;;
     decode) script bench_quants.py --sweep decode --out "$out/decode.json" --jobs "$(nproc)" ;;
-    tiles) script bench_quants.py --sweep tiles --out "$out/tiles.json" --jobs "$(nproc)" ;;
     selection) script bench_indexer.py --sweep --json "$out/selection.json" ;;
     sweep) script bench_quants.py --sweep --out "$out/sweep.json" --jobs "$(nproc)" ;;
   esac

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from glm5deploy.kernels.layout import LATENT_DIM, require
 
-MOST_ROWS = 64
+MOST_ROWS = 16
 """Tokens times heads; more of them are worth two launches, as each program reads its row's parts again."""
 
 
@@ -62,13 +62,13 @@ def value_variant(rows: int, splits: int, values: int) -> tuple[int, int, int]:
 
 def value_columns(rows: int, values: int) -> int:
     """Values of a program: each reads all parts of its row, so rows are dealt out to as few as fill a GPU."""
-    most = 16 if rows <= 8 else 32 if rows <= 16 else 64
-    return next(width for width in (64, 32, 16) if width <= most and values % width == 0)
+    most = 16 if rows <= 8 else 32
+    return next(width for width in (32, 16) if width <= most and values % width == 0)
 
 
 def value_warps(splits: int, columns: int) -> int:
     """Warps that hold a program's parts and weights in registers, all loaded at once."""
-    return 16 if splits > 32 else 8 if columns > 32 else 4
+    return 16 if splits > 32 else 4
 
 
 def value_output(

@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 
 TOGETHER = frozenset({9, 10})  # major compute capabilities whose four warps multiply a tile together (wgmma, tcgen05)
 DENSE_TOKENS = 65  # from here on, weights are unpacked to bf16 once and multiplied by cuBLAS
-# Up to so many tokens, at most 16, two weights of the same activations are one launch where they are asked for
-# together. None until a GPU has timed it (docs/benchmarks/quants.md).
-PAIR_TOKENS = 0
+PAIR_TOKENS = 16  # up to here, two weights of the same activations are one launch where they are asked for together
 SEARCH_PAIRS = 128  # up to here, programs find their expert's pairs themselves; a power of two
 PART_STEPS = 0.75  # what adding up the parts of one more program on every multiprocessor costs
 
@@ -20,10 +18,9 @@ PART_STEPS = 0.75  # what adding up the parts of one more program on every multi
 class Launch:
     """Tile BN × BM, parts of K, output tiles a program takes in turn, and Triton's warps and pipeline stages.
 
-    ``resident``: programs that a multiprocessor holds at a time, about. ``narrow``, of sorted pairs: experts (or what
-    is left of one) with at most so many are multiplied in a tile of so many in the same launch; 0: all in tiles of
-    ``bm``. ``late``: load codes and activations where they are multiplied (tile_product.py). ``registers``: the most a
-    thread may have; 0: no limit but the GPU's.
+    ``resident``: programs that a multiprocessor holds at a time, about. ``late``, of a linear weight: load codes and
+    activations where they are multiplied (tile_product.py). ``registers``: the most a thread may have; 0: no limit but
+    the GPU's.
     """
 
     bn: int
@@ -33,14 +30,13 @@ class Launch:
     warps: int = 4
     stages: int = 3
     resident: int = 4
-    narrow: int = 0
     late: bool = False
     registers: int = 0
 
     @property
     def variant(self) -> tuple[int, ...]:
         """What a kernel is compiled for; parts and tiles are arguments."""
-        return self.bn, self.bm, self.warps, self.stages, self.narrow, self.late, self.registers
+        return self.bn, self.bm, self.warps, self.stages, self.late, self.registers
 
     @property
     def options(self) -> dict[str, int]:
@@ -54,6 +50,9 @@ FEW_SPREAD = Launch(32, 8, warps=2, resident=8)  # best where they are few
 SOME = Launch(64, 16, warps=2)
 SOME_ALONE = Launch(32, 16, warps=1, resident=8)
 MANY = Launch(64, 32, resident=3)
+# Of weights of many rows (measured at 19,360, the output head on one of eight ranks).
+LONG_FEW = Launch(32, 8, warps=1, stages=2, resident=19, late=True)
+LONG_SOME = Launch(64, 16, warps=2, stages=2, resident=9, late=True, registers=112)
 
 
 def _parts(c: Launch, programs: int, supers: int, processors: int) -> int:
@@ -68,9 +67,23 @@ def _parts(c: Launch, programs: int, supers: int, processors: int) -> int:
 
 def linear_launch(m: int, n: int, supers: int, processors: int, together: bool = True) -> Launch:
     """For y[m, n] with ``supers`` super-blocks along K."""
-    few = FEW_ALONE if n > 32 * processors else FEW_SPREAD
-    c = few if m <= 8 else MANY if m > 16 and together else SOME
+    long = n > 64 * processors
+    few = LONG_FEW if long else FEW_ALONE if n > 32 * processors else FEW_SPREAD
+    c = few if m <= 8 else MANY if m > 16 and together else LONG_SOME if long and m <= 16 else SOME
     return replace(c, parts=_parts(c, -(-m // c.bm) * -(-n // c.bn), supers, processors))
+
+
+def pair_launch(m: int, n: int, supers: int, processors: int) -> Launch | None:
+    """For two weights of ``n`` rows together; None where they are launches of their own.
+
+    With more programs at a time than a weight alone has, fewer parts are best: 6 for 8 with GLM-5's q_a and kv_a.
+    """
+    if m > PAIR_TOKENS:
+        return None
+    few = FEW_ALONE if n > 32 * processors else FEW_SPREAD
+    c = few if m <= 8 else SOME
+    parts = _parts(c, -(-m // c.bm) * -(-n // c.bn), supers, processors)
+    return replace(c, parts=max(1, 3 * parts // 4))
 
 
 def gate_up_launch(pairs: int, experts: int, n: int, supers: int, processors: int) -> Launch:

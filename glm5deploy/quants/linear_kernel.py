@@ -84,7 +84,7 @@ def linear_kernel(
 @triton.jit(do_not_specialize=["M", "SUPERS", "PARTS", "y_stride"])
 def pair_kernel(
     x, al, ah, aw, a_s, bl, bh, bw, bs, y, parts, tickets, M, NA, NB, K, x_stride, y_stride, SUPERS, PARTS,
-    A: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
     EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Two weights of NA and NB outputs, of types A and B, side by side in y: the first programs take the first.
@@ -97,12 +97,12 @@ def pair_kernel(
     if i_n < tiles:
         multiply_tile(
             x, al, ah, aw, a_s, y, parts, NA + NB, ticket, i_m, i_n, part,
-            M, NA, K, x_stride, y_stride, SUPERS, PARTS, A, BN, BM, STAGES, LATE, EVEN, PTX,
+            M, NA, K, x_stride, y_stride, SUPERS, PARTS, A, BN, BM, STAGES, False, EVEN, PTX,
         )  # fmt: skip
     else:
         multiply_tile(
             x, bl, bh, bw, bs, y + NA, parts + NA, NA + NB, ticket, i_m, i_n - tiles, part,
-            M, NB, K, x_stride, y_stride, SUPERS, PARTS, B, BN, BM, STAGES, LATE, EVEN, PTX,
+            M, NB, K, x_stride, y_stride, SUPERS, PARTS, B, BN, BM, STAGES, False, EVEN, PTX,
         )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def pairs_of(ids, order, work, item, P, PAIRS: tl.constexpr, BM: tl.constexpr):
 def _gate_up_tile(
     x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, pairs, count, e, P, N, K, x_stride, SUPERS, PARTS,
     G: tl.constexpr, U: tl.constexpr, TOPK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    STAGES: tl.constexpr, LATE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """``gate_up_kernel`` for ``count`` pairs [BM] of expert e."""
     part = tl.program_id(2)
@@ -101,14 +101,14 @@ def _gate_up_tile(
     gate = tl.zeros([BN, BM], tl.float32)
     up = tl.zeros([BN, BM], tl.float32)
     for sb in tl.range(part * SUPERS // PARTS, (part + 1) * SUPERS // PARTS, num_stages=STAGES):
-        xs = load_x(rows, sb, m_ok, K, EVEN, PTX, LATE)
-        g_state = load_super(gl, gh, gw, gs, first + sb, n_in, N, G, LATE)
-        u_state = load_super(ul, uh, uw, us, first + sb, n_in, N, U, LATE)
+        xs = load_x(rows, sb, m_ok, K, EVEN, PTX, False)
+        g_state = load_super(gl, gh, gw, gs, first + sb, n_in, N, G, False)
+        u_state = load_super(ul, uh, uw, us, first + sb, n_in, N, U, False)
         for h in tl.static_range(8):  # both at once, so that what they share of x lives briefly
-            x0 = x_tile(xs, 2 * h, EVEN, PTX, LATE)
-            x1 = x_tile(xs, 2 * h + 1, EVEN, PTX, LATE)
-            gate = add_span(gate, g_state, x0, x1, h, G, PTX, LATE)
-            up = add_span(up, u_state, x0, x1, h, U, PTX, LATE)
+            x0 = x_tile(xs, 2 * h, EVEN, PTX, False)
+            x1 = x_tile(xs, 2 * h + 1, EVEN, PTX, False)
+            gate = add_span(gate, g_state, x0, x1, h, G, PTX, False)
+            up = add_span(up, u_state, x0, x1, h, U, PTX, False)
     ok = m_ok[None, :] & (n[:, None] < N)
     at = hidden + pairs[None, :].to(tl.int64) * N + n[:, None]
     if PARTS == 1:
@@ -128,42 +128,25 @@ def _gate_up_tile(
 @triton.jit(do_not_specialize=["P", "SUPERS", "PARTS"])
 def gate_up_kernel(
     x, gl, gh, gw, gs, ul, uh, uw, us, ids, order, work, hidden, parts, tickets, P, N, K, x_stride, SUPERS, PARTS,
-    G: tl.constexpr, U: tl.constexpr, TOPK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, NARROW: tl.constexpr,
-    PAIRS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    G: tl.constexpr, U: tl.constexpr, TOPK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PAIRS: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """hidden [P, N] = silu(gate x) * up x. parts fp32 [PARTS, P, 2N]; tickets int32 [P, N tiles], zero.
 
-    Grid (N tiles, P, PARTS) where pairs are searched for, (N tiles, work items, PARTS) where they are sorted. NARROW,
-    for sorted pairs: chunks of at most so many have a tile of so many.
+    Grid (N tiles, P, PARTS) where pairs are searched for, (N tiles, work items, PARTS) where they are sorted.
     """
-    item = tl.program_id(1)
-    if NARROW > 0:
-        if tl.load(work + item * 3 + 2) > NARROW:
-            pairs, count, e = pairs_sorted(order, work, item, BM)
-            _gate_up_tile(
-                x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, pairs, count, e, P, N, K, x_stride, SUPERS,
-                PARTS, G, U, TOPK, BN, BM, STAGES, LATE, EVEN, PTX,
-            )  # fmt: skip
-        else:
-            few, count, e = pairs_sorted(order, work, item, NARROW)
-            if count > 0:
-                _gate_up_tile(
-                    x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, few, count, e, P, N, K, x_stride,
-                    SUPERS, PARTS, G, U, TOPK, BN, NARROW, STAGES, LATE, EVEN, PTX,
-                )  # fmt: skip
-    else:
-        pairs, count, e = pairs_of(ids, order, work, item, P, PAIRS, BM)
-        if count > 0:
-            _gate_up_tile(
-                x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, pairs, count, e, P, N, K, x_stride, SUPERS,
-                PARTS, G, U, TOPK, BN, BM, STAGES, LATE, EVEN, PTX,
-            )  # fmt: skip
+    pairs, count, e = pairs_of(ids, order, work, tl.program_id(1), P, PAIRS, BM)
+    if count > 0:
+        _gate_up_tile(
+            x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, pairs, count, e, P, N, K, x_stride, SUPERS,
+            PARTS, G, U, TOPK, BN, BM, STAGES, EVEN, PTX,
+        )  # fmt: skip
 
 
 @triton.jit
 def _down_tile(
     hidden, low, high, words, halves, weights, terms, pairs, count, e, N, K, SUPERS, TILES,
-    FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
     ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """``down_kernel`` for ``count`` pairs [BM] of expert e."""
@@ -178,11 +161,11 @@ def _down_tile(
         n_in = tl.minimum(n, N - 1)
         acc = tl.zeros([BN, BM], tl.float32)
         if ONE:
-            acc = add_super(acc, xs, low, high, words, halves, first, n_in, N, FMT, EVEN, PTX, False, LATE)
+            acc = add_super(acc, xs, low, high, words, halves, first, n_in, N, FMT, EVEN, PTX, False, False)
         else:
             for sb in tl.range(0, SUPERS, num_stages=STAGES):
                 more = load_x(rows, sb, m_ok, K, EVEN, PTX, False)
-                acc = add_super(acc, more, low, high, words, halves, first + sb, n_in, N, FMT, EVEN, PTX, False, LATE)
+                acc = add_super(acc, more, low, high, words, halves, first + sb, n_in, N, FMT, EVEN, PTX, False, False)
         at = terms + wide[None, :] * N + n[:, None]
         tl.store(at, (acc * share[None, :]).to(terms.dtype.element_ty), mask=m_ok[None, :] & (n[:, None] < N))
 
@@ -190,35 +173,19 @@ def _down_tile(
 @triton.jit(do_not_specialize=["P", "SUPERS", "TILES"])
 def down_kernel(
     hidden, low, high, words, halves, ids, order, work, weights, terms, P, N, K, SUPERS, TILES,
-    FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, NARROW: tl.constexpr, PAIRS: tl.constexpr,
-    STAGES: tl.constexpr, LATE: tl.constexpr, ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PAIRS: tl.constexpr,
+    STAGES: tl.constexpr, ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """terms [P, N] = weight * (down hidden), for ``sum_kernel``. ONE: SUPERS is 1, and hidden units are read once.
 
     Grid (spans of TILES * BN outputs, P or work items), as in ``gate_up_kernel``.
     """
-    item = tl.program_id(1)
-    if NARROW > 0:
-        if tl.load(work + item * 3 + 2) > NARROW:
-            pairs, count, e = pairs_sorted(order, work, item, BM)
-            _down_tile(
-                hidden, low, high, words, halves, weights, terms, pairs, count, e, N, K, SUPERS, TILES,
-                FMT, BN, BM, STAGES, LATE, ONE, EVEN, PTX,
-            )  # fmt: skip
-        else:
-            few, count, e = pairs_sorted(order, work, item, NARROW)
-            if count > 0:
-                _down_tile(
-                    hidden, low, high, words, halves, weights, terms, few, count, e, N, K, SUPERS, TILES,
-                    FMT, BN, NARROW, STAGES, LATE, ONE, EVEN, PTX,
-                )  # fmt: skip
-    else:
-        pairs, count, e = pairs_of(ids, order, work, item, P, PAIRS, BM)
-        if count > 0:
-            _down_tile(
-                hidden, low, high, words, halves, weights, terms, pairs, count, e, N, K, SUPERS, TILES,
-                FMT, BN, BM, STAGES, LATE, ONE, EVEN, PTX,
-            )  # fmt: skip
+    pairs, count, e = pairs_of(ids, order, work, tl.program_id(1), P, PAIRS, BM)
+    if count > 0:
+        _down_tile(
+            hidden, low, high, words, halves, weights, terms, pairs, count, e, N, K, SUPERS, TILES,
+            FMT, BN, BM, STAGES, ONE, EVEN, PTX,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -96,9 +96,7 @@ def linear(
 
 def _pair_launch(m: int, first: Planes, second: Planes, device: torch.device) -> launch.Launch | None:
     """None where the two are launches of their own."""
-    if m > launch.PAIR_TOKENS:
-        return None
-    return launch.linear_launch(m, first.rows + second.rows, first.supers, *_gpu(device))
+    return launch.pair_launch(m, first.rows + second.rows, first.supers, _gpu(device)[0])
 
 
 def linear_pair_key(tokens: int, first: Planes, second: Planes, device: torch.device) -> Hashable:
@@ -138,7 +136,7 @@ def _pair(x: torch.Tensor, first: Planes, second: Planes, out: torch.Tensor, c: 
     pair_kernel[grid](
         x, *pointers(first), *pointers(second), out, parts, tickets, m, first.rows, second.rows, first.columns,
         row_stride(x), out.stride(0), first.supers, c.parts, A=kernel_format(first.format),
-        B=kernel_format(second.format), BN=c.bn, BM=c.bm, STAGES=c.stages, LATE=c.late,
+        B=kernel_format(second.format), BN=c.bn, BM=c.bm, STAGES=c.stages,
         EVEN=first.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, **c.options,
     )  # fmt: skip
 
@@ -237,8 +235,8 @@ def _gate_up(
     gate_up_kernel[(blocks, items, a.parts)](
         x, *pointers(gate), *pointers(up), ids, *work, hidden, parts, tickets, pairs, n, gate.columns,
         row_stride(x), gate.supers, a.parts, G=kernel_format(gate.format), U=kernel_format(up.format),
-        TOPK=ids.shape[1], BN=a.bn, BM=a.bm, NARROW=0 if c.search else a.narrow, PAIRS=c.search, STAGES=a.stages,
-        LATE=a.late, EVEN=gate.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, **a.options,
+        TOPK=ids.shape[1], BN=a.bn, BM=a.bm, PAIRS=c.search, STAGES=a.stages,
+        EVEN=gate.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, **a.options,
     )  # fmt: skip
 
 
@@ -257,8 +255,8 @@ def _down(
     terms = torch.empty((pairs, down.rows), dtype=torch.float32 if c.exact else hidden.dtype, device=device)
     down_kernel[(triton.cdiv(down.rows, b.bn * b.tiles), items)](
         hidden, *pointers(down), ids, *work, weights, terms, pairs, down.rows, n, down.supers, b.tiles,
-        FMT=kernel_format(down.format), BN=b.bn, BM=b.bm, NARROW=0 if c.search else b.narrow, PAIRS=c.search,
-        STAGES=b.stages, LATE=b.late, ONE=down.supers == 1, EVEN=n % 256 == 0, PTX=hidden.dtype == torch.bfloat16,
+        FMT=kernel_format(down.format), BN=b.bn, BM=b.bm, PAIRS=c.search,
+        STAGES=b.stages, ONE=down.supers == 1, EVEN=n % 256 == 0, PTX=hidden.dtype == torch.bfloat16,
         **b.options,
     )  # fmt: skip
     grid = (ids.shape[0], triton.cdiv(down.rows, SUM_SPAN))

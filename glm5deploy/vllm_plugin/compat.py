@@ -41,7 +41,6 @@ REQUIRED_SYMBOLS = (
     ("vllm.model_executor.models.deepseek_v2", "FusedMoEFactory"),
     ("vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"),
     ("vllm.model_executor.layers.fused_moe.runner.moe_runner", "get_layer_from_name"),
-    ("vllm.model_executor.layers.fused_moe.router.grouped_topk_router", "GroupedTopKRouter"),
     ("vllm.model_executor.models.deepseek_v2", "MultiHeadLatentAttentionWrapper"),
     ("vllm.model_executor.layers.mla", "MultiHeadLatentAttentionWrapper.forward"),
     ("vllm.model_executor.layers.rotary_embedding.base", "RotaryEmbedding._match_cos_sin_cache_dtype"),

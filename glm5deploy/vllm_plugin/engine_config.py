@@ -17,7 +17,8 @@ logger = logging.getLogger("vllm.glm5deploy")
 MODEL_CLASS = "glm5deploy.vllm_plugin.model:Glm5ForCausalLM"
 BLOCK_SIZE = 64  # tokens a cache block
 FUSION = "glm5_fusion"  # of vLLM's additional configuration; see latent_attention.py and experts.py
-FUSIONS = ("off", "latent", "query", "experts")  # each includes those before it; the first is the default
+FUSIONS = ("off", "latent", "query", "experts")  # each includes those before it
+DEFAULT_FUSION = "query"
 # What every GLM-5 has, and vLLM takes to be something else where config.json is silent.
 GLM = {"indexer_rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
@@ -56,7 +57,7 @@ def prepare(vllm_config: Any) -> None:
 def fusion(vllm_config: Any) -> str:
     """Which of vLLM's operations are fused, one of :data:`FUSIONS`; ValueError for another word."""
     settings = vllm_config.additional_config
-    chosen = settings.get(FUSION, FUSIONS[0]) if isinstance(settings, dict) else FUSIONS[0]
+    chosen = settings.get(FUSION, DEFAULT_FUSION) if isinstance(settings, dict) else DEFAULT_FUSION
     if chosen not in FUSIONS:
         raise ValueError(f"{FUSION} in --additional-config must be one of {', '.join(FUSIONS)}, not {chosen!r}")
     return str(chosen)

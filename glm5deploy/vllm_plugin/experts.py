@@ -1,11 +1,10 @@
 """vLLM's runner of routed experts with fewer launches for few tokens.
 
-For a decoded token vLLM launches the router's product, its choice of experts, the experts' products and their sum, and,
-once the shared expert has been computed beside all of these, the addition of both. With ``glm5_fusion`` at ``experts``
-the router is one launch (up to :data:`router.MOST_TOKENS` tokens) and the addition part of the sum (up to
-:data:`MOST_TOKENS`). The shared expert's stream is joined before that sum instead of behind it; what follows, such as
-the sum over ranks, stays vLLM's. More tokens, the CPU engine, and a vLLM whose code is not the one that is replaced
-here, run vLLM's own.
+For a decoded token vLLM launches the experts' products and their sum, and, once the shared expert has been computed
+beside all of these, the addition of both. With ``glm5_fusion`` at ``experts`` the addition is part of the sum, up to
+:data:`MOST_TOKENS` tokens. The shared expert's stream is joined before that sum instead of behind it; routing before
+it and what follows, such as the sum over ranks, stay vLLM's. More tokens, the CPU engine, and a vLLM whose code is not
+the one that is replaced here, run vLLM's own.
 """
 
 # No `from __future__ import annotations` here: torch derives the operations' schemas from annotations that are objects.
@@ -16,13 +15,11 @@ import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner, get_layer_from_name
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.models import deepseek_v2
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name, direct_register_custom_op
 
-from glm5deploy.quants import router
 from glm5deploy.vllm_plugin import cpu, engine_config, replaced
 from glm5deploy.vllm_plugin.quantised_moe import Glm5MoeMethod
 
@@ -68,7 +65,8 @@ class Glm5ExpertsRunner(MoERunner):
             return beside + routed  # type: ignore[no-any-return]
         shared = self._shared_experts
         apart = shared.maybe_forward_async(x)
-        weights, ids = self.route(x)
+        logits, _ = self.gate(x)
+        weights, ids = self.router.select_experts(x, logits, self._quant_method.topk_indices_dtype)
         if not apart:
             shared(x, SharedExpertsOrder.NO_OVERLAP)
 
@@ -80,46 +78,19 @@ class Glm5ExpertsRunner(MoERunner):
         method: Glm5MoeMethod = self.routed_experts.quant_method
         return method.sum(self.routed_experts, x, weights, ids, shared_output)
 
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and ids of the experts of few tokens, both [T, TOPK]."""
-        chooser = self.router
-        watched = chooser.capture_fn is not None or chooser._routing_replay_out is not None
-        if x.shape[0] > router.MOST_TOKENS or watched:
-            logits, _ = self.gate(x)
-            return chooser.select_experts(x, logits, self._quant_method.topk_indices_dtype)  # type: ignore[no-any-return]
-        ids, weights = self.select(x)
-        return weights, ids
-
-    def select(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and weights in one launch."""
-        chooser = self.router
-        bias = chooser.e_score_correction_bias.data
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        return router.router(x, self.gate.weight.data, bias, chooser.top_k, chooser.routed_scaling_factor)
-
 
 def why_not(runner: Any) -> str | None:
     """What keeps fewer launches from standing in for vLLM's around experts that it has built, or None."""
     unknown = replaced.unknown("experts")
     if unknown:
         return f"this vLLM's {', '.join(unknown)} is not the code that they replace"
-    chooser, gate, config = runner.router, runner.gate, runner.moe_config
+    config = runner.moe_config
     checks = {
         "experts are not of our kind": type(runner.routed_experts.quant_method) is Glm5MoeMethod,
-        "experts are chosen in another way": type(chooser) is GroupedTopKRouter
-        and (chooser.num_expert_group, chooser.topk_group) == (1, 1)
-        and chooser.scoring_func == "sigmoid"
-        and chooser.renormalize
-        and chooser.num_fused_shared_experts == 0
-        and not chooser.skip_padding,
-        "experts are moved while serving": chooser.eplb_state is None,
-        "the router is not fp32": gate is not None
-        and gate.bias is None
-        and chooser.e_score_correction_bias is not None
-        and {gate.weight.dtype, chooser.e_score_correction_bias.dtype} == {torch.float32},
+        "experts are chosen elsewhere": runner.gate is not None,
+        "experts are moved while serving": runner.router.eplb_state is None,
         "there is no shared expert of its own": runner._shared_experts is not None
-        and runner.shared_expert_gate is None
-        and config.hidden_dim == gate.weight.shape[1],
+        and runner.shared_expert_gate is None,
         "what experts take or give is changed": runner.routed_scaling_factor == 1.0
         and runner.routed_input_transform is None
         and runner.routed_output_transform is None,

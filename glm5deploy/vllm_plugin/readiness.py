@@ -35,7 +35,7 @@ def begin(device: torch.device) -> None:
 def warm_up(serving: Serving, device: torch.device) -> None:
     """Compile, or load from the cache on disk, every variant of every kernel; whatever comes later is warned of."""
     engine = serving.max_tokens, serving.dtype
-    products = [*product_warmup.launches(*engine), *experts_warmup.launches(*engine)]
+    products = [*product_warmup.launches(*engine), *experts_warmup.launches(engine[1])]
     parallel = torch.distributed.is_initialized()
     rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if parallel else (0, 1)
     start = time.monotonic()

@@ -15,8 +15,7 @@ _MLA = "vllm.model_executor.layers.mla"
 _ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
 
 _MOE = "vllm.model_executor.layers.fused_moe"
-_RUNNER, _SHARED, _ROUTER = f"{_MOE}.runner.moe_runner", f"{_MOE}.runner.shared_experts", f"{_MOE}.router"
-_GROUPED = f"{_ROUTER}.grouped_topk_router"
+_RUNNER, _SHARED = f"{_MOE}.runner.moe_runner", f"{_MOE}.runner.shared_experts"
 
 # module, attribute path: the first digits of the source's SHA-256 in vLLM 0.32.0 and, where it differs, 0.33.0.
 Known = dict[tuple[str, str], tuple[str, ...]]
@@ -43,11 +42,7 @@ KNOWN: dict[str, Known] = {
         (_SHARED, "SharedExperts.wait"): ("3fda4831a51c7ac2",),
         (_SHARED, "SharedExperts.output.fget"): ("c28c155acce18087",),
         (f"{_MOE}.routed_experts", "RoutedExperts.forward_modular"): ("968dcdd772ccefb1",),
-        (f"{_ROUTER}.fused_moe_router", "FusedMoERouter.select_experts"): ("b3a4bab7fd0a4015",),
-        (f"{_ROUTER}.base_router", "BaseRouter._select_experts"): ("72be73a361f8d723",),
-        (_GROUPED, "GroupedTopKRouter._compute_routing"): ("ec1d048fb40e46d6",),
-        (_GROUPED, "fused_grouped_topk"): ("cc9c3347d33adfe6",),
-        (f"{_ROUTER}.gate_linear", "GateLinear.forward"): ("c55fca7ff8dd5764", "818e89afed7ac2fb"),
+        (f"{_MOE}.router.fused_moe_router", "FusedMoERouter.select_experts"): ("b3a4bab7fd0a4015",),
     },
 }
 

@@ -15,7 +15,6 @@ from glm5deploy.quants import launch, products
 from glm5deploy.quants.formats import FORMATS
 from glm5deploy.quants.launch import Launch
 from quant_speed import cases, decode
-from quant_speed import tiles as tile_launches
 
 _FEW = (Launch(32, 8, warps=2), Launch(32, 8, warps=1), Launch(64, 8, warps=2))
 _SOME = (Launch(32, 16, warps=2), Launch(64, 16, warps=2), Launch(32, 16, warps=1))
@@ -88,9 +87,8 @@ def _compilations(sweep: bool) -> Iterator[Job]:
 
 def compile_share(part: int, parts: int, sweep: str) -> None:
     """``sweep`` as on the command line; empty for none."""
-    whole = () if sweep in ("decode", "tiles") else _compilations(bool(sweep))
-    one_token = decode.compilations() if sweep in ("decode", "all") else ()
-    for k, job in enumerate(chain(whole, one_token, tile_launches.compilations() if sweep == "tiles" else ())):
+    whole = () if sweep == "decode" else _compilations(bool(sweep))
+    for k, job in enumerate(chain(whole, decode.compilations() if sweep else ())):
         if k % parts == part:
             job()
     torch.cuda.synchronize()

@@ -84,8 +84,8 @@ def test_where_it_is_used() -> None:
     assert not values_fuse(8, 1, weight), "without splits there is nothing to combine"
     assert not values_fuse(8, 32, weight.contiguous()), "a weight of another layout is cuBLAS's"
     assert not values_fuse(8, 32, value_weight(8, 40, torch.float16))
-    assert [value_columns(rows, 256) for rows in (8, 16, 17, 64)] == [16, 32, 64, 64]
-    assert value_columns(64, 48) == 16
+    assert [value_columns(rows, 256) for rows in (8, 9, 16)] == [16, 32, 32]
+    assert value_columns(16, 48) == 16
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -46,7 +46,7 @@ def planes_signature(names: tuple[str, ...], type_name: str) -> dict[str, str]:
 
 
 def compile_case(case: str, capability: int) -> dict[str, Any]:
-    """Case names: linear:TYPE:TOKENS, pair and gate_up:TYPE,TYPE:TOKENS, down:TYPE:TOKENS, dense:TYPE:0."""
+    """Case names: linear, long (many rows) and down:TYPE:TOKENS, pair and gate_up:TYPE,TYPE:TOKENS, dense:TYPE:0."""
     kind, types, count = case.split(":")
     names, tokens = types.split(","), int(count)
     together = capability // 10 in launch.TOGETHER
@@ -65,12 +65,12 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
     )
     four = ("low", "high", "words", "halves")
     constants: dict[str, Any] = {"EVEN": True, "PTX": True}
-    if kind == "linear":
-        c = launch.linear_launch(tokens, 2048, 24, PROCESSORS, together)
+    if kind in ("linear", "long"):
+        c = launch.linear_launch(tokens, 2048 if kind == "linear" else 19360, 24, PROCESSORS, together)
         kernel, planes = linear_kernel.linear_kernel, planes_signature(four, names[0])
         constants |= {"FMT": kernel_format(FORMATS[names[0]]), "BM": c.bm, "STAGES": c.stages}
     elif kind == "pair":
-        c = launch.linear_launch(tokens, 2624, 24, PROCESSORS, together)
+        c = launch.pair_launch(tokens, 2624, 24, PROCESSORS) or launch.SOME
         kernel, planes = linear_kernel.pair_kernel, planes_signature(("al", "ah", "aw", "a_s"), names[0])
         planes |= planes_signature(("bl", "bh", "bw", "bs"), names[1])
         constants |= {"A": kernel_format(FORMATS[names[0]]), "B": kernel_format(FORMATS[names[1]])}
@@ -96,7 +96,7 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
             constants |= {"FMT": kernel_format(FORMATS[names[0]]), "STAGES": c.stages, "ONE": True}
             kernel = moe_kernel.down_kernel
         constants |= {"BM": c.bm}
-    constants |= {"BN": c.bn, "LATE": c.late, "NARROW": c.narrow}
+    constants |= {"BN": c.bn, "LATE": c.late}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     known = common | sizes | planes
     arguments = [a for a in kernel.arg_names if a not in constants]

@@ -1,8 +1,8 @@
 """Does warm-up launch every variant of the products? ``python -m tests.vllm_plugin.product_keys``.
 
-Prints what :func:`tests.support.launch_keys.compare` found over layers of many types and shapes, as JSON, had routers
-been left out; runners of experts with fewer launches are among the layers. A process of its own: the tests' process
-interprets kernels. Nothing is computed, cuBLAS's part neither.
+Prints what :func:`tests.support.launch_keys.compare` found over layers of many types and shapes, as JSON, had sums with
+a shared expert been left out; runners of experts with fewer launches are among the layers. A process of its own: the
+tests' process interprets kernels. Nothing is computed, cuBLAS's part neither.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from glm5deploy.quants import products, router
+from glm5deploy.quants import products
 from glm5deploy.vllm_plugin import experts, experts_warmup, product_warmup
 from glm5deploy.vllm_plugin import quantised_ops as ops
 from glm5deploy.vllm_plugin.quantised_linear import Glm5EmbeddingMethod, Glm5LinearMethod, PlaneParameters
@@ -47,11 +47,8 @@ class Runner(experts.Glm5ExpertsRunner):
 
     def __init__(self, layer: Layer) -> None:
         nn.Module.__init__(self)
-        planes = layer.quant_method.parameters.planes(layer)[0]
         self.routed_experts = layer
-        self.gate = SimpleNamespace(weight=torch.zeros(planes.experts, planes.columns))
-        bias = torch.zeros(planes.experts)
-        self.router = SimpleNamespace(top_k=TOPK, routed_scaling_factor=2.5, e_score_correction_bias=bias)
+        self.router = SimpleNamespace(top_k=TOPK)
 
 
 def layers() -> list[Layer]:
@@ -93,8 +90,6 @@ def step(layer: Layer, tokens: int, dtype: torch.dtype) -> None:
 
 def fewer(runner: Runner, x: torch.Tensor, ids: torch.Tensor) -> None:
     """What a runner with fewer launches calls, beside the products of its experts."""
-    if len(x) <= router.MOST_TOKENS:
-        runner.select(x)
     beside = torch.zeros(x.shape, dtype=x.dtype)
     runner.routed_experts.quant_method.sum(runner.routed_experts, x, torch.rand(ids.shape), ids, lambda: beside)
 
@@ -127,8 +122,8 @@ def main() -> None:
             for tokens in (*range(1, 70), *random.sample(range(70, TOKENS), 30), TOKENS):
                 step(layer, tokens, torch.bfloat16)
 
-    prepared = [*product_warmup.launches(TOKENS, torch.bfloat16), *experts_warmup.launches(TOKENS, torch.bfloat16)]
-    print(json.dumps(launch_keys.compare(prepared, steps, "router")))
+    prepared = [*product_warmup.launches(TOKENS, torch.bfloat16), *experts_warmup.launches(torch.bfloat16)]
+    print(json.dumps(launch_keys.compare(prepared, steps, "sum")))
 
 
 if __name__ == "__main__":

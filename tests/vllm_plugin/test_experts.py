@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from glm5deploy.vllm_plugin import replaced
-from glm5deploy.vllm_plugin.engine_config import FUSIONS, reaches
+from glm5deploy.vllm_plugin.engine_config import DEFAULT_FUSION, FUSIONS, reaches
 from tests.vllm_plugin.conftest import Run
 
 
@@ -28,18 +28,12 @@ def report(model_folder: Callable[[Run], Path]) -> Any:
 
 
 def test_a_layer_computes_what_vllms_own_runner_does(report: Any) -> None:
-    """With the router in one launch, with the addition in the sum alone, and beyond both."""
+    """With the addition in the sum, and beyond it."""
     records = report["steps"]
-    assert [record["tokens"] for record in records] == [1, 3, 8, 9, 32, 33]
-    assert [record["router"] for record in records] == [1, 1, 1, 0, 0, 0]
+    assert [(record["tokens"], record["sums"]) for record in records] == [(1, 1), (3, 1), (32, 1), (33, 0)]
     for record in records:
         assert record["error"] <= 2e-6, record
         assert record["watched"], record
-
-
-def test_experts_and_weights_are_those_of_vllms_routers(report: Any) -> None:
-    assert set(report["chosen"]) == {"CPURouter", "GroupedTopKRouter"}
-    assert max(report["chosen"].values()) <= 1e-5
 
 
 def test_layers_are_fused_where_they_are_the_known_ones(report: Any) -> None:
@@ -47,14 +41,12 @@ def test_layers_are_fused_where_they_are_the_known_ones(report: Any) -> None:
     known, *changed = report["obstacles"]
     assert known is None
     assert changed == [
-        "experts are chosen in another way",
+        "experts are chosen elsewhere",
         "experts are moved while serving",
-        "the router is not fp32",
         "there is no shared expert of its own",
         "what experts take or give is changed",
         "steps are divided between ranks",
         "experts are not of our kind",
-        "experts are chosen in another way",
     ]
 
 
@@ -62,9 +54,8 @@ def test_the_runner_compiles_into_one_graph(report: Any) -> None:
     assert report["compiled"]
 
 
-def test_every_launch_is_prepared(report: Any) -> None:
-    """A router for 1, 2, 4 and 8 tokens."""
-    assert report["prepared"] == ["router"] * 4 + ["sum"]
+def test_the_sum_is_prepared(report: Any) -> None:
+    assert report["prepared"] == ["sum"]
 
 
 def test_code_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +71,6 @@ def test_code_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_levels_include_those_before_them() -> None:
-    assert FUSIONS[0] == "off"
+    assert (FUSIONS[0], DEFAULT_FUSION) == ("off", "query")
     assert [reaches("experts", level) for level in FUSIONS] == [True] * len(FUSIONS)
     assert not reaches("query", "experts")

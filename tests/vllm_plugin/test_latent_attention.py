@@ -84,9 +84,7 @@ def test_code_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     replaced.unknown.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("settings", "chosen"), [({}, "off"), ({"glm5_fusion": "latent"}, "latent"), (object(), "off")]
-)
+@pytest.mark.parametrize(("settings", "chosen"), [({}, "query"), ({"glm5_fusion": "off"}, "off"), (object(), "query")])
 def test_the_setting(settings: Any, chosen: str) -> None:
     assert fusion(SimpleNamespace(additional_config=settings)) == chosen
 
