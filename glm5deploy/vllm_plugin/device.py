@@ -45,7 +45,7 @@ class Scratch:
     def __init__(self, serving: Serving, device: torch.device) -> None:
         self.serving = serving
         self.warm = False
-        self.resolved: tuple[object, int, int] | None = None
+        self.resolved: tuple[object, int, int, int] | None = None
         values = index_value_dtype(gpu(device))
         tokens, context, topk = serving.max_tokens, serving.max_length, serving.topk
 
@@ -247,10 +247,11 @@ def resolve_slots(
     slots = own.slots.view(-1)[: tokens * topk].view(tokens, topk)
     counts = own.counts[:tokens]
     step, *size = own.resolved or (None,)
-    if not fresh and step is metadata.step and size == [tokens, block_stride]:
+    # A draft model's steps come in one object, whose longest context grows by a token each time.
+    if not fresh and step is metadata.step and size == [metadata.max_seq_len, tokens, block_stride]:
         return slots, counts
     slots_from_positions(
         selected, metadata.request_of_token[:tokens], metadata.block_table, block_size, slots, counts, block_stride
     )
-    own.resolved = (metadata.step, tokens, block_stride)
+    own.resolved = (metadata.step, metadata.max_seq_len, tokens, block_stride)
     return slots, counts

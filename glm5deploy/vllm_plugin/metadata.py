@@ -65,7 +65,7 @@ class SparseMetadata(AttentionMetadata):
     # Fields that vLLM's MLA layer asks every backend for.
     prefill: None = None
     decode: None = None
-    # The same object for all that is built for one step and one table of blocks; never that of another step.
+    # The same object for all that is built for one step and one table of blocks; steps of a draft model may share it.
     step: object = field(default_factory=object, compare=False, repr=False)
 
     def rows_selected(self, topk: int) -> int:
