@@ -31,8 +31,9 @@ install 400 vllm install --tune from end to end, and a server that launches what
 quantised 600 vllm products as the engine calls them, loading; two ranks where there are two GPUs
 long 600 vllm contexts of 2,047 to 131,072 tokens, beside vLLM's own attention
 unfused 480 vllm the stack with vLLM's own launches before attention
+norms 480 vllm the stack with the norms between parts of a layer as well
 experts 480 vllm the stack with fewer launches around experts, behind attention and before index scores as well
-launches 120 - launches before and behind attention, before index scores and behind experts, each beside those it stands for
+launches 180 - single launches of a layer, each beside those it stands for
 decode 400 - a decoded token's products with other launches
 selection 400 - every way of selecting the top k
 sweep 600 - the products again with other launch parameters
@@ -95,8 +96,11 @@ run() {
     engine) tests tests/vllm_plugin/test_gpu.py ;;
     stack) stack ;;
     unfused) stack --vllm=--additional-config --vllm='{"glm5_fusion": "off"}' ;;
+    norms) stack --vllm=--additional-config --vllm='{"glm5_fusion": "norms"}' ;;
     experts) stack --vllm=--additional-config --vllm='{"glm5_fusion": "experts"}' ;;
-    launches) tests tests/quants/test_gpu_sum.py tests/kernels/test_gpu_step_launches.py tests/kernels/test_gpu_layer_input.py ;;
+    launches)
+      tests tests/quants/test_gpu_sum.py tests/kernels/test_gpu_step_launches.py tests/kernels/test_gpu_layer_input.py \
+        tests/kernels/test_gpu_add_norm.py ;;
     soak)
       script soak.py --gguf tests/data/tiny-glm5/GLM-tiny-A-GGUF/UD-Q4_K_XL --preemptions 1 --out "$out/soak" \
         --json "$out/soak.json" ;;

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import triton
 
+from glm5deploy.kernels import warmup_layer
 from glm5deploy.kernels.attention import (
     combine_dims,
     combine_splits,
@@ -26,10 +27,8 @@ from glm5deploy.kernels.indexer import (
     store_index_keys,
 )
 from glm5deploy.kernels.latent_cache import store_latent
-from glm5deploy.kernels.latent_input import latent_input
 from glm5deploy.kernels.layout import INDEX_DIM, INDEX_KEY_BYTES, INDEX_ROPE_DIM, LATENT_DIM, PACKED_ROW_BYTES, QK_DIM
 from glm5deploy.kernels.prepare import Launch, first_of_each
-from glm5deploy.kernels.query_input import MOST_TOKENS, query_input
 from glm5deploy.kernels.slots import slots_from_positions
 from glm5deploy.kernels.topk import select_topk, topk_variant, topk_workspace_elements
 from glm5deploy.kernels.topk_config import MOST_SHARED_ROWS
@@ -57,6 +56,7 @@ class Serving:
     max_next_n: int = 1  # query tokens of a decoding request, more than one with speculative decoding
     query_rank: int = 0  # latents of a query where `latent_input` norms them
     query_nope: int = 0  # dimensions of a head beside RoPE where `query_input` absorbs them
+    width: int = 0  # of rows that `add_norm` adds and norms
     values: int = 0  # values of a head where `sparse_mla_values` multiplies with W_UV
     index_at_once: bool = False  # index queries and keys are prepared and stored by `index_input`
 
@@ -67,7 +67,7 @@ def launches(serving: Serving, device: torch.device) -> list[Launch]:
         *_attention(serving, device),
         *_values(serving, device),
         *_cache(serving, device),
-        *_inputs(serving, device),
+        *warmup_layer.launches(serving, device),
         *_queries(serving, device),
         *_scores(serving, device),
         *_selection(serving, device),
@@ -148,32 +148,6 @@ def _cache(serving: Serving, device: torch.device) -> Iterator[Launch]:
 
     for slot_type in (torch.int64, torch.int32):
         yield Launch(("cache", slot_type), partial(store, slot_type))
-
-
-def _inputs(serving: Serving, device: torch.device) -> Iterator[Launch]:
-    """What comes before attention, where the engine does it with kernels of this package."""
-    positions = torch.zeros(MOST_TOKENS + 1, dtype=torch.int64, device=device)
-    angles = torch.zeros((1, QK_DIM - LATENT_DIM), dtype=serving.dtype, device=device)
-
-    def latents() -> None:
-        width = PACKED_ROW_BYTES if serving.packed else QK_DIM
-        cache = torch.zeros((1, serving.block_size, width), dtype=_cache_type(serving), device=device)
-        x = torch.zeros((1, serving.query_rank + QK_DIM), dtype=serving.dtype, device=device)
-        weights = torch.zeros(serving.query_rank + LATENT_DIM, dtype=serving.dtype, device=device)
-        norms = weights[: serving.query_rank].clone(), weights[serving.query_rank :].clone()
-        latent_input(x, *norms, 1e-5, positions[:1], angles, positions[:1], cache)
-
-    def queries(tokens: int) -> None:
-        width = serving.query_nope + QK_DIM - LATENT_DIM
-        q = torch.zeros((tokens, serving.heads, width), dtype=serving.dtype, device=device)
-        weight = torch.zeros((serving.heads, serving.query_nope, LATENT_DIM), dtype=serving.dtype, device=device)
-        query_input(q, weight, positions[:tokens], angles)
-
-    if serving.query_rank:
-        yield Launch(("layer input", "latents"), latents)
-    if serving.query_nope:
-        for tokens in (1, MOST_TOKENS + 1):
-            yield Launch(("layer input", "queries", tokens), partial(queries, tokens))
 
 
 def _queries(serving: Serving, device: torch.device) -> Iterator[Launch]:

@@ -140,6 +140,7 @@ def _reserve(vllm_config: Any, config: Any) -> None:
             max_next_n=1 + (speculative.num_speculative_tokens if speculative else 0),
             query_rank=config.q_lora_rank if fusion != "off" else 0,
             query_nope=config.qk_nope_head_dim if engine_config.reaches(fusion, "query") else 0,
+            width=config.hidden_size if engine_config.reaches(fusion, "norms") else 0,
             values=config.v_head_dim if engine_config.reaches(fusion, "experts") else 0,
             index_at_once=engine_config.reaches(fusion, "experts"),
         ),

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.utils.torch_utils import _encode_layer_name
@@ -24,6 +23,7 @@ from vllm.utils.torch_utils import _encode_layer_name
 from glm5deploy.kernels.layout import LATENT_DIM, ROPE_DIM
 from glm5deploy.vllm_plugin import cpu, engine_config, latent_ops, replaced
 from glm5deploy.vllm_plugin.attention import Glm5SparseImpl
+from glm5deploy.vllm_plugin.norms import Glm5Norm
 
 logger = init_logger("vllm.glm5deploy")
 
@@ -86,7 +86,7 @@ def why_not(layer: Any) -> str | None:
         "RoPE is of another kind": type(rotary) is RotaryEmbedding
         and (rotary.head_size, rotary.rotary_dim) == (ROPE_DIM, ROPE_DIM)
         and not (rotary.is_neox_style or rotary.use_flashinfer),
-        "norms are of another kind": all(type(norm) is RMSNorm and norm.has_weight for norm in norms)
+        "norms are of another kind": all(type(norm) is Glm5Norm and norm.has_weight for norm in norms)
         and all(norm.variance_size_override is None for norm in norms)
         and all(norm.weight.dtype == torch.get_default_dtype() for norm in norms)
         and norms[0].variance_epsilon == norms[1].variance_epsilon,

@@ -14,6 +14,7 @@ from glm5deploy.vllm_plugin import DRAFT_ARCHITECTURE, compat
 from glm5deploy.vllm_plugin.experts import experts_factory
 from glm5deploy.vllm_plugin.indexer import Glm5Indexer
 from glm5deploy.vllm_plugin.latent_attention import Glm5LatentAttention
+from glm5deploy.vllm_plugin.norms import Glm5Norm
 from glm5deploy.vllm_plugin.registration import attention_backend
 
 DRAFT_CLASS = "glm5deploy.vllm_plugin.model:Glm5MTP"
@@ -49,6 +50,7 @@ PARTS = {
     "DeepseekV2MoE": WeightScaledMoE,
     "FusedMoEFactory": experts_factory,
     "MultiHeadLatentAttentionWrapper": Glm5LatentAttention,
+    "RMSNorm": Glm5Norm,
 }
 
 

@@ -13,6 +13,7 @@ from glm5deploy.vllm_plugin import compat
 
 _MLA = "vllm.model_executor.layers.mla"
 _ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
+_NORM = "vllm.model_executor.layers.layernorm"
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 _RUNNER, _SHARED = f"{_MOE}.runner.moe_runner", f"{_MOE}.runner.shared_experts"
@@ -29,7 +30,13 @@ KNOWN: dict[str, Known] = {
         (_ATTENTION, "unified_mla_attention_with_output"): ("6bd177aa0d97d32c",),
         (_ATTENTION, "unified_mla_kv_cache_update"): ("201217f1e1da89ae",),
         ("vllm.model_executor.layers.rotary_embedding.base", "RotaryEmbedding.forward_cuda"): ("b9f9a5bc20818d9d",),
-        ("vllm.model_executor.layers.layernorm", "RMSNorm.forward_cuda"): ("e86da8b93c37a6fd",),
+        (_NORM, "RMSNorm.forward_cuda"): ("e86da8b93c37a6fd",),
+    },
+    "norms": {
+        (_NORM, "RMSNorm.forward_cuda"): ("e86da8b93c37a6fd",),
+        (_NORM, "RMSNorm.forward_native"): ("1f37da1444707040",),
+        ("vllm.kernels.vllm_c", "rms_norm.impl_fn"): ("e7799acd7c07e2df",),
+        ("vllm.kernels.vllm_c", "fused_add_rms_norm.impl_fn"): ("e2c884062c2852ee",),
     },
     "experts": {
         (_RUNNER, "MoERunner.forward"): ("5227d899f9ca8872",),
@@ -47,7 +54,7 @@ KNOWN: dict[str, Known] = {
 }
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=len(KNOWN))
 def unknown(part: str = "attention") -> tuple[str, ...]:
     """Names of functions of a part of the layer whose code is not one of those known, or cannot be read."""
     return tuple(path for (module, path), digests in KNOWN[part].items() if _digest(module, path) not in digests)

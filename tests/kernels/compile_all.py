@@ -218,6 +218,10 @@ def input_jobs(arch: int) -> Iterator[Job]:
     for heads, few in ((8, True), (64, False)):
         constants = {"H": heads, "NOPE": 192, "BK": 64, "BN": 32, "BT": 16, "BR": 8, "PRODUCT": few}
         yield Job("query_input.query_input_kernel", arch, 4, 3, types, constants, aligned)
+    types = dict.fromkeys(("x", "residual", "weight", "out", "sum_out"), BF16) | {"eps": "fp32"}
+    constants = {"N": 6144, "PART": 768, "BR": 4, "BC": 2048, "BN": 1024}
+    for add in (True, False):
+        yield Job("add_norm.add_norm_kernel", arch, 8, 3, types, constants | {"ADD": add}, tuple(types)[:-1])
     fp8 = arch >= FIRST_FP8_ARCH
     types = {"q": BF16, "weights": BF16, "k": BF16, "norm_weight": F32, "norm_bias": F32, "positions": I64}
     types |= {"cos_sin": BF16, "slots": I64, "q_out": U8 if fp8 else BF16, "weights_out": F32, "values": U8}

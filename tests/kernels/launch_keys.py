@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from glm5deploy.kernels import indexer, tuning
+from glm5deploy.kernels.add_norm import add_norm
 from glm5deploy.kernels.attention import sparse_mla_fwd, sparse_mla_values, split_workspace_elements
 from glm5deploy.kernels.index_input import index_input
 from glm5deploy.kernels.latent_cache import store_latent
@@ -88,6 +89,8 @@ def before_attention(serving: Serving, slots: torch.Tensor, cache: torch.Tensor)
     q = torch.zeros(tokens, serving.heads, serving.query_nope + 64, dtype=kind)
     both = torch.zeros(serving.heads, serving.query_nope + 256, 512, dtype=kind)
     query_input(q, both[:, : serving.query_nope], slots, angles)
+    between = torch.zeros(2, tokens, serving.width, dtype=kind)
+    add_norm(between[0], random.choice((between[1], None)), torch.ones(serving.width, dtype=kind), 1e-5)
 
 
 def score(
@@ -142,7 +145,7 @@ def main() -> None:
     random.seed(arch)
     tuning._INTERPRETED = tuning.Gpu(arch, 132, tuning.family_of(arch, tuning.SHARED_LIMIT[arch]))
     # GLM-5's rank is a multiple of 16, which hides a variant.
-    inputs = {"query_rank": 1000, "query_nope": 192, "values": 256, "index_at_once": True}
+    inputs = {"query_rank": 1000, "query_nope": 192, "values": 256, "index_at_once": True, "width": 6144}
     cases = [
         Serving(heads, 32, topk, 2048, LONG, BLOCK, packed=packed, dtype=dtype, max_next_n=3, **inputs)
         for heads, topk, packed, dtype in (

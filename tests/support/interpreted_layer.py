@@ -5,8 +5,8 @@ padding as CUDA graphs add it, over caches full of NaN. Prints a JSON object: ``
 ``layers`` has a record for each layer and fusion (the largest relative error of ``outputs`` and of the ``cache``,
 ``selected`` positions that differ, how often each kernel was ``launched``, whether a ``profiled`` run gives numbers),
 ``obstacles`` says why changed layers would not be fused, ``compiled`` whether torch.compile takes a layer whole, and
-``resolved`` how often layers with a selection and with a shared one looked up cache rows in two steps. The kernels run
-under Triton's interpreter, so this is a process of its own.
+``resolved`` how often layers with a selection and with a shared one looked up cache rows in two steps. ``norms`` comes
+from :mod:`tests.support.interpreted_norms`. Kernels run under Triton's interpreter, so this is a process of its own.
 """
 
 from __future__ import annotations
@@ -216,6 +216,8 @@ def reserve(layer: Glm5LatentAttention, config: Any) -> None:
 
 
 def main() -> None:
+    from tests.support import interpreted_norms
+
     glm5deploy.vllm_plugin.register()
     counts = count_launches()
     with single_rank():
@@ -228,6 +230,7 @@ def main() -> None:
             "compiled": [compiled(config, layers[0], fusion) for fusion in engine_config.FUSIONS],
             "layers": [record for layer in layers for record in compare(config, layer, counts)],
             "resolved": resolved(config, layers, counts),
+            "norms": interpreted_norms.report(config, model),
         }
     sys.stdout.write("\n" + json.dumps(report) + "\n")
 

@@ -42,9 +42,9 @@ DENSE = ("--model-loader-extra-config", json.dumps({"weights": "dense"}))
 DRAFT = ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 2}))
 CRAMPED = ("--max-num-batched-tokens", "128", "--num-gpu-blocks-override", "48")  # a cache of 3,072 tokens
 
-# What comes before attention is in fewer launches than vLLM's by default; behind it and experts when asked.
-UNFUSED, LATENT, EXPERTS = (
-    ("--additional-config", json.dumps({"glm5_fusion": level})) for level in ("off", "latent", "experts")
+# What comes before attention is in fewer launches than vLLM's by default; norms and experts when asked.
+UNFUSED, NORMS, EXPERTS = (
+    ("--additional-config", json.dumps({"glm5_fusion": level})) for level in ("off", "norms", "experts")
 )
 
 
@@ -67,7 +67,7 @@ RUNS = (
     GpuRun("A-dense", bf16("A"), (ask_prompts, ask_together), flags=DENSE),
     GpuRun("B-Q8-unfused", bf16("B-Q8"), ALL, flags=UNFUSED),
     GpuRun("B-Q8-experts", bf16("B-Q8"), ALL, flags=EXPERTS),
-    GpuRun("B-Q8-latent", bf16("B-Q8"), ALL, flags=LATENT),
+    GpuRun("B-Q8-norms", bf16("B-Q8"), ALL, flags=NORMS),
     GpuRun("A-mtp-experts", bf16("A"), (*ALL, ask_drafts), flags=(*DRAFT, *EXPERTS)),
     GpuRun("A-fp8-cache-experts", bf16("A"), ALL, flags=(*PACKED, *EXPERTS)),
 )

@@ -72,6 +72,17 @@ def test_layers_are_fused_where_they_are_the_known_ones(report: Any) -> None:
     ]
 
 
+def test_norms_between_parts_are_vllms(report: Any) -> None:
+    """Prompts are more rows than the kernel takes; a step has two norms a layer and one behind the last."""
+    norms = report["norms"]
+    assert not norms["built"], "the CPU engine stays with vLLM's own norms"
+    assert norms["launched"] == [0, 2 * norms["layers"] + 1]
+    assert norms["error"] <= 2e-6
+    known, *changed = norms["obstacles"]
+    assert known is None
+    assert changed == ["norms are of another kind"] * 2 + ["vLLM computes them with other kernels"]
+
+
 def test_code_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.layernorm import RMSNorm
 
@@ -90,5 +101,5 @@ def test_the_setting(settings: Any, chosen: str) -> None:
 
 
 def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be one of off, latent, query, experts, not 'all'"):
+    with pytest.raises(ValueError, match="must be one of off, latent, query, norms, experts, not 'all'"):
         fusion(SimpleNamespace(additional_config={"glm5_fusion": "all"}))

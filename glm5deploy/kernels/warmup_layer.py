@@ -1,0 +1,60 @@
+"""The launches of :mod:`glm5deploy.kernels.warmup` that take the place of the engine's own around attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from glm5deploy.kernels.add_norm import add_norm
+from glm5deploy.kernels.latent_input import latent_input
+from glm5deploy.kernels.layout import LATENT_DIM, PACKED_ROW_BYTES, QK_DIM
+from glm5deploy.kernels.prepare import Launch
+from glm5deploy.kernels.query_input import MOST_TOKENS, query_input
+
+if TYPE_CHECKING:
+    from glm5deploy.kernels.warmup import Serving
+
+
+def launches(serving: Serving, device: torch.device) -> Iterator[Launch]:
+    yield from _inputs(serving, device)
+    yield from _norms(serving, device)
+
+
+def _inputs(serving: Serving, device: torch.device) -> Iterator[Launch]:
+    """What comes before attention, where the engine does it with kernels of this package."""
+    positions = torch.zeros(MOST_TOKENS + 1, dtype=torch.int64, device=device)
+    angles = torch.zeros((1, QK_DIM - LATENT_DIM), dtype=serving.dtype, device=device)
+
+    def latents() -> None:
+        width, cache_type = (PACKED_ROW_BYTES, torch.uint8) if serving.packed else (QK_DIM, serving.dtype)
+        cache = torch.zeros((1, serving.block_size, width), dtype=cache_type, device=device)
+        x = torch.zeros((1, serving.query_rank + QK_DIM), dtype=serving.dtype, device=device)
+        weights = torch.zeros(serving.query_rank + LATENT_DIM, dtype=serving.dtype, device=device)
+        norms = weights[: serving.query_rank].clone(), weights[serving.query_rank :].clone()
+        latent_input(x, *norms, 1e-5, positions[:1], angles, positions[:1], cache)
+
+    def queries(tokens: int) -> None:
+        width = serving.query_nope + QK_DIM - LATENT_DIM
+        q = torch.zeros((tokens, serving.heads, width), dtype=serving.dtype, device=device)
+        weight = torch.zeros((serving.heads, serving.query_nope, LATENT_DIM), dtype=serving.dtype, device=device)
+        query_input(q, weight, positions[:tokens], angles)
+
+    if serving.query_rank:
+        yield Launch(("layer input", "latents"), latents)
+    if serving.query_nope:
+        for tokens in (1, MOST_TOKENS + 1):
+            yield Launch(("layer input", "queries", tokens), partial(queries, tokens))
+
+
+def _norms(serving: Serving, device: torch.device) -> Iterator[Launch]:
+    """Between two parts of a layer; the first layer has nothing to add."""
+
+    def norm(add: bool) -> None:
+        x = torch.zeros((1, serving.width), dtype=serving.dtype, device=device)
+        add_norm(x, x if add else None, x[0].clone(), 1e-5)
+
+    for add in (True, False) if serving.width else ():
+        yield Launch(("norm", add), partial(norm, add))
