@@ -6,7 +6,8 @@ import os
 import subprocess
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from glm5deploy.server.command import vllm_launcher
+from glm5deploy.server.command import ServeCommand, vllm_launcher
+from glm5deploy.server.nodes import Cluster, Node
 from glm5deploy.server.process import end_guarded, start_guarded
 from tests.support.serving import free_port
 
@@ -110,10 +112,12 @@ def engine(
     flags: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
     start_seconds: float = START_SECONDS,
+    nodes: Sequence[Mapping[str, str]] = (),
 ) -> Iterator[Engine]:
     """Start vLLM's own server as a user would, and stop its whole process group at the end.
 
-    ``variables`` are added to the environment; an empty one is taken out of it.
+    ``variables`` are added to the environment; an empty one is taken out of it. ``nodes`` divide the ranks among that
+    many machines, all of them this one, each with these variables besides; the second one's log is ``node1.log``.
     """
     port = free_port()
     files = (work / "serve.log", work / "trace", work / "status", work / "compile.jsonl")
@@ -136,20 +140,38 @@ def engine(
         "GLM5DEPLOY_COMPILE_LOG": str(served.compile_log),
         **(variables or {}),
     }
-    environment = {name: value for name, value in environment.items() if value}
-    with served.log.open("wb") as log:
-        process = start_guarded(command, GRACE_SECONDS, log, environment)  # survives no killed test
+    parts = node_commands(command, tp, nodes) if nodes else [(command, {})]
+    logs = [served.log, *(work / f"node{number}.log" for number in range(1, len(parts)))]
+    processes: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as opened:
         try:
-            _wait_until_healthy(served, process, start_seconds)
+            for (words, added), log in zip(parts, logs, strict=True):
+                output = opened.enter_context(log.open("wb"))
+                whole = {name: value for name, value in {**environment, **added}.items() if value}
+                processes.append(start_guarded(words, GRACE_SECONDS, output, whole))  # survives no killed test
+            _wait_until_healthy(served, processes, start_seconds)
             yield served
         finally:
-            end_guarded(process, GRACE_SECONDS)
+            with ThreadPoolExecutor(len(parts)) as pool:
+                list(pool.map(lambda process: end_guarded(process, GRACE_SECONDS), processes))
 
 
-def _wait_until_healthy(served: Engine, process: subprocess.Popen[bytes], seconds: float) -> None:
+def node_commands(
+    command: Sequence[str], tp: int, nodes: Sequence[Mapping[str, str]]
+) -> list[tuple[Sequence[str], dict[str, str]]]:
+    """What each machine runs, with which variables, as `serve --nodes` has it; they meet on the loopback device."""
+    machines = tuple(Node(number, "", "127.0.0.1", "lo") for number in range(len(nodes)))
+    cluster = Cluster(machines, tp // len(nodes), free_port())
+    made = [cluster.command(machine, ServeCommand(vllm_launcher(), tuple(command), {}, {})) for machine in machines]
+    return [(part.argv, {**part.env, **added}) for part, added in zip(made, nodes, strict=True)]
+
+
+def _wait_until_healthy(served: Engine, processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        assert process.poll() is None, f"vLLM stopped with {process.returncode}\n{served.tail()}"
+        for number, process in enumerate(processes):
+            where = f" on machine {number}" if number else ""
+            assert process.poll() is None, f"vLLM stopped with {process.returncode}{where}\n{served.tail()}"
         try:
             if httpx.get(f"{served.url}/health", timeout=5).status_code == 200:
                 return

@@ -1,7 +1,8 @@
 """Servers for the tests on a GPU: all that the selected tests need start side by side, are asked, and are stopped.
 
 A server is asked everything while it runs; the tests then look at what was recorded. On a machine with two GPUs the
-servers are spread over both.
+servers are spread over both; where there is but one, two ranks share it, each as a machine of its own
+(`tests/support/one_gpu.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import httpx
 import psutil
 import torch
 
+from tests.support import one_gpu
 from tests.support.engine import Answer, Engine, engine
 from tests.support.goldens import PROMPTS, prompts
 from tests.vllm_plugin.conftest import Recording, Run, record_prompts
@@ -57,7 +59,10 @@ class LongAnswer:
 
 @dataclass
 class Result:
-    """What a server answered; ``failure`` is why it did not, ``seconds`` its start."""
+    """What a server answered; ``failure`` is why it did not, ``seconds`` its start.
+
+    Of two ranks ``joined`` is how they share one GPU, None where each has its own, and ``nccl`` is what NCCL said.
+    """
 
     record: Recording | None = None
     together: Loaded = field(default_factory=list)
@@ -69,6 +74,8 @@ class Result:
     failure: str = ""
     seconds: float = 0.0
     log: str = ""
+    joined: one_gpu.Joined | None = None
+    nccl: str = ""
     compiled: list[dict[str, str]] = field(default_factory=list)
 
 
@@ -221,11 +228,14 @@ def _serve(run: GpuRun, folder: Path, work: Path, places: Places) -> Result:
         variables["GLM5DEPLOY_TRACE_DIR"] = ""
     flags = (*FLAGS, *run.flags)
     if run.run.tp > 1:
-        flags, variables = (*flags, *TWO_RANKS), variables | NO_MULTICAST
+        flags, variables = (*flags, *TWO_RANKS), variables | NO_MULTICAST | one_gpu.nccl_log(work)
     begun = time.monotonic()
     try:
         with places.take(run.run.tp) as gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            if len(gpus) < run.run.tp:
+                result.joined = one_gpu.join_ranks(gpus[0], NO_MULTICAST)
+                flags = (*flags, "--enforce-eager") if result.joined.eager else flags
             begun = time.monotonic()
             with engine(
                 folder,
@@ -235,6 +245,7 @@ def _serve(run: GpuRun, folder: Path, work: Path, places: Places) -> Result:
                 flags=flags,
                 variables=variables,
                 start_seconds=START_SECONDS,
+                nodes=result.joined.nodes() if result.joined else (),
             ) as served:
                 result.seconds = time.monotonic() - begun
                 for task in run.tasks:
@@ -243,16 +254,20 @@ def _serve(run: GpuRun, folder: Path, work: Path, places: Places) -> Result:
                 result.compiled = [json.loads(line) for line in lines]
     except (AssertionError, LookupError, OSError, ValueError, httpx.HTTPError) as error:
         result.failure = f"{type(error).__name__}: {error}"[-3000:]
-    log = work / "serve.log"
-    result.log = log.read_text(errors="replace") if log.exists() else ""
+    logs = [log for log in (work / "serve.log", work / "node1.log") if log.exists()]
+    result.log = "\n".join(log.read_text(errors="replace") for log in logs)
+    result.nccl = one_gpu.nccl_said(work)
     if LOGS:
-        (Path(LOGS) / f"serve-{run.name}.log").write_text(result.log)
+        (Path(LOGS) / f"serve-{run.name}.log").write_text(result.log + result.nccl)
     times = f"up after {result.seconds:.0f} s, done after {time.monotonic() - begun:.0f} s"
     print(f"{run.name}: {times} {_cause(result)}", flush=True)
     return result
 
 
 def _cause(result: Result) -> str:
-    """The first error in a failed server's log, which its last lines seldom hold."""
+    """The first error in a failed server's log, which its last lines seldom hold, and NCCL's first warning."""
+    if not result.failure:
+        return ""
     errors = (line for line in result.log.splitlines() if re.search(r"\w(Error|Exception|error): ", line))
-    return f"FAILED: {next(errors, result.failure[-300:])}".replace("\n", " | ") if result.failure else ""
+    warned = re.findall(r"NCCL WARN .*", result.nccl)[:1]
+    return " | ".join((f"FAILED: {next(errors, result.failure[-300:])}", *warned)).replace("\n", " | ")

@@ -25,7 +25,10 @@ STEPS = 8  # greedy tokens a prompt
 
 @dataclass(frozen=True)
 class Run:
-    """One server: a reference set, its layout on disk, ranks and type; ``change`` alters config.json (controls)."""
+    """One server: a reference set, its layout on disk, ranks and type; ``change`` alters config.json (controls).
+
+    ``machines`` share the ranks, as vLLM has it for several; here they are all this one.
+    """
 
     key: str
     layout: Layout = "shards"
@@ -33,9 +36,14 @@ class Run:
     dtype: str = "float32"
     schedule: str | None = None
     change: tuple[tuple[str, Any], ...] = ()
+    machines: int = 1
 
     def __str__(self) -> str:
-        extra = [self.schedule or "", *(f"{name}={value}" for name, value in self.change)]
+        extra = [
+            f"{self.machines}machines" * (self.machines > 1),
+            self.schedule or "",
+            *(f"{name}={value}" for name, value in self.change),
+        ]
         return "-".join([self.key, self.layout, f"tp{self.tp}", self.dtype, *filter(None, extra)])
 
 
@@ -84,7 +92,8 @@ def recording(
 
     def record(run: Run) -> Recording:
         if run not in kept:
-            with engine(model_folder(run), tmp_path_factory.mktemp("engine"), tp=run.tp, dtype=run.dtype) as served:
+            work, nodes = tmp_path_factory.mktemp("engine"), ({},) * run.machines if run.machines > 1 else ()
+            with engine(model_folder(run), work, tp=run.tp, dtype=run.dtype, nodes=nodes) as served:
                 kept[run] = record_prompts(served, run.tp)
         return kept[run]
 
@@ -104,7 +113,7 @@ def gpu_results(
     specs = (getattr(item, "callspec", None) for item in request.session.items)
     asked = {spec.params["run"]: None for spec in specs if spec is not None and "run" in spec.params}
     gpus = visible_gpus()
-    runs = [run for run in asked if isinstance(run, GpuRun) and run.run.tp <= len(gpus)]
+    runs = [run for run in asked if isinstance(run, GpuRun) and gpus]
     folders: dict[str, tuple[Path, Path]] = {}
     missing: dict[str, Result] = {}
     for run in runs:

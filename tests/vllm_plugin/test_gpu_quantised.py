@@ -1,9 +1,14 @@
-"""On CUDA GPUs: products with weights as the file has them, and two ranks that hold a part of them each."""
+"""On CUDA GPUs: products with weights as the file has them, and two ranks that hold a part of them each.
+
+Where there is one GPU both ranks run on it, each as a machine of its own (`tests/support/one_gpu.py`, which also says
+what GPU_SERVERS_ONE_GPU may ask for); what is checked stays the same.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +16,7 @@ import pytest
 import torch
 
 from tests.quants.blocks import random_rows
+from tests.support import one_gpu
 from tests.support.compare import relative_rms, selected_difference
 from tests.support.goldens import PROMPTS, prompts, references
 from tests.support.gpu_servers import GpuRun, Result, ask_lengths, ask_prompts, ask_together, bf16
@@ -18,24 +24,20 @@ from tests.vllm_plugin.test_gpu import check_loaded, check_prompts, recorded
 
 pytestmark = pytest.mark.gpu
 
-GPUS = torch.cuda.device_count()
 QUANTISED = ("--model-loader-extra-config", json.dumps({"weights": "quantised"}))
 ALL = (ask_prompts, ask_together, ask_lengths)
 RUNS = (
     GpuRun("B-Q8-tp2", bf16("B-Q8", tp=2), ALL, flags=QUANTISED),
     GpuRun("B-Q8-tp2-experts", bf16("B-Q8", tp=2), ALL, flags=(*QUANTISED, "--enable-expert-parallel")),
 )
-two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"two ranks need two GPUs, this machine has {GPUS}")
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
 
 
-@two_gpus
 @every_run
 def test_prompts_match_the_reference_over_two_ranks(run: GpuRun, gpu_results: dict[str, Result]) -> None:
     check_prompts(run, gpu_results)
 
 
-@two_gpus
 @every_run
 def test_both_ranks_select_the_same_and_near_the_reference(run: GpuRun, gpu_results: dict[str, Result]) -> None:
     record = recorded(gpu_results, run)
@@ -46,7 +48,6 @@ def test_both_ranks_select_the_same_and_near_the_reference(run: GpuRun, gpu_resu
             assert selected_difference(reference, first) <= run.topk / 10, name
 
 
-@two_gpus
 @every_run
 def test_decoded_steps_match_a_forward_pass_over_two_ranks(run: GpuRun, gpu_results: dict[str, Result]) -> None:
     answers = recorded(gpu_results, run).answers
@@ -54,15 +55,32 @@ def test_decoded_steps_match_a_forward_pass_over_two_ranks(run: GpuRun, gpu_resu
     check_loaded(run, gpu_results[run.name].together, gpu_results[run.name])
 
 
-@two_gpus
 @every_run
 def test_each_rank_read_its_part_and_compiled_before_serving(run: GpuRun, gpu_results: dict[str, Result]) -> None:
     recorded(gpu_results, run)
     result = gpu_results[run.name]
     assert len(set(re.findall(r"rank (\d): [\d.]+ GB of quantised weights read in", result.log))) == 2
-    assert "Graph capturing finished" in result.log or "Capturing CUDA graphs" in result.log
+    if not (result.joined and one_gpu.EAGER):
+        assert "Graph capturing finished" in result.log or "Capturing CUDA graphs" in result.log
     assert {line["phase"] for line in result.compiled} == {"warm-up"}
     assert len({line["pid"] for line in result.compiled}) == 2
+
+
+@every_run
+def test_nccl_joined_both_ranks(run: GpuRun, gpu_results: dict[str, Result]) -> None:
+    """NCCL's own log: communicators of two ranks, on which devices, and over what they talk."""
+    recorded(gpu_results, run)
+    result = gpu_results[run.name]
+    found = re.findall(r"rank (\d+) nranks 2 cudaDev (\d+) nvmlDev (\d+) busId (\w+) .*Init COMPLETE", result.nccl)
+    ways = Counter(re.findall(r"via (NET/\w+|P2P/\w+|SHM/?\w*)", result.nccl))
+    form = f"one GPU, {result.joined.way}, {result.joined.said}" if result.joined else "a GPU each"
+    form += ", without graphs" if result.joined and result.joined.eager else ""
+    print(f"{run.name}: {form}; rank, device, NVML device, bus {sorted(set(found))}; connections {dict(ways)}")
+    assert {rank for rank, *_ in found} == {"0", "1"}
+    assert len({bus for *_, bus in found}) == (1 if result.joined else 2)
+    assert ways
+    if result.joined and result.joined.way == "sockets":
+        assert set(ways) == {"NET/Socket"}
 
 
 TOKENS = (1, 2, 17, 100, 512)

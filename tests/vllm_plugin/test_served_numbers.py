@@ -20,7 +20,7 @@ from tests.vllm_plugin.conftest import Recording, Run, decode_medians
 # Layouts alternate over ranks; that both hold the same numbers is proven bit for bit in test_weights.py.
 FP32 = (
     Run("A", "merged"),
-    Run("A", "shards", tp=2),
+    Run("A", "shards", tp=2, machines=2),
     Run("B-Q4", "shards"),
     Run("B-Q4", "merged", tp=2),
     Run("B-Q8"),
