@@ -28,7 +28,7 @@ soak 1020 vllm ten minutes of mixed load on a server of its own
 loading 150 - what bounds loading: reading, copying, rearranging, alone and together
 tune 720 - launch parameters measured for both caches, then random steps with them
 install 400 vllm install --tune from end to end, and a server that launches what it measured
-quantised 600 vllm products as the engine calls them, loading; two ranks where there are two GPUs
+quantised 600 vllm products as the engine calls them, loading; two ranks, which share the GPU where there is but one
 long 600 vllm contexts of 2,047 to 131,072 tokens, beside vLLM's own attention
 unfused 480 vllm the stack with vLLM's own launches before attention
 norms 480 vllm the stack with the norms between parts of a layer as well
