@@ -95,6 +95,7 @@ class GpuRun:
     traced: bool = True  # records selections
     empty_cache: bool = False  # no compiled kernel to begin with
     prepare: Callable[[], object] | None = None  # work for this process while the servers start
+    joined: str = "sockets"  # how two ranks share one GPU, where that works
 
     @property
     def topk(self) -> int:
@@ -234,7 +235,7 @@ def _serve(run: GpuRun, folder: Path, work: Path, places: Places) -> Result:
         with places.take(run.run.tp) as gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             if len(gpus) < run.run.tp:
-                result.joined = one_gpu.join_ranks(gpus[0], NO_MULTICAST)
+                result.joined = one_gpu.join_ranks(gpus[0], run.joined, NO_MULTICAST)
                 flags = (*flags, "--enforce-eager") if result.joined.eager else flags
             begun = time.monotonic()
             with engine(
@@ -244,7 +245,7 @@ def _serve(run: GpuRun, folder: Path, work: Path, places: Places) -> Result:
                 dtype=run.run.dtype,
                 flags=flags,
                 variables=variables,
-                start_seconds=START_SECONDS,
+                start_seconds=START_SECONDS / 2 if result.joined else START_SECONDS,  # which may hang
                 nodes=result.joined.nodes() if result.joined else (),
             ) as served:
                 result.seconds = time.monotonic() - begun

@@ -34,8 +34,7 @@ _WAYS = {
     "shared": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
 }
 _ALL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-# For a machine where the first choice fails: "shared" or "sockets" leaves the other out, "eager" captures no graphs;
-# both may be given, with a comma.
+# Where a server fails: "shared" or "sockets" leaves the other out, "eager" captures no graphs; with a comma, both.
 _asked = os.environ.get("GPU_SERVERS_ONE_GPU", "").split(",")
 EAGER = "eager" in _asked
 
@@ -60,24 +59,25 @@ _lock = threading.Lock()
 _tried: dict[str, str] = {}
 
 
-def join_ranks(gpu: str, environment: Mapping[str, str]) -> Joined:
-    """The first way whose trial gives right sums, those from a graph included if any way's does.
+def join_ranks(gpu: str, preferred: str, environment: Mapping[str, str]) -> Joined:
+    """The preferred way if its trial gives right sums from a graph, else another; one without graphs if there is none.
 
     ``environment`` is added to the ranks' variables. AssertionError with NCCL's own words where no way works; each way
     is tried once.
     """
+    ways = [way for way in _WAYS if way in _asked] or sorted(_WAYS, key=lambda way: way != preferred)
     with _lock:
-        for way in [way for way in _WAYS if way in _asked] or _WAYS:
+        for way in ways:
             if way not in _tried:
                 _tried[way] = _trial(way, {**environment, "CUDA_VISIBLE_DEVICES": gpu})
                 print(f"two ranks on one GPU, {way}: {_tried[way]}", flush=True)
             if _tried[way].startswith(REPLAYED):
-                break
-    for works in (REPLAYED, SUM):
-        for way, said in _tried.items():
-            if said.startswith(works):
-                return Joined(way, said)
-    raise AssertionError(f"NCCL does not join two ranks on one GPU (no server was started): {_tried}")
+                return Joined(way, _tried[way])
+        for way in ways:
+            if _tried[way].startswith(SUM):
+                return Joined(way, _tried[way])
+        said = {way: _tried[way] for way in ways}
+    raise AssertionError(f"NCCL does not join two ranks on one GPU (no server was started): {said}")
 
 
 def variables(way: str, rank: int) -> dict[str, str]:
@@ -159,7 +159,7 @@ def _rank(rank: int, port: int) -> None:
     took = (time.perf_counter() - begun) / _TURNS
     if not torch.equal(total, expected * 2.0 ** (_TURNS - 1)):
         sys.exit("Error: the sum from a graph is wrong")
-    print(f"{REPLAYED}, {took * 1000:.1f} ms each, NCCL {torch.cuda.nccl.version()}", flush=True)
+    print(f"{REPLAYED}, {took * 1000:.1f} ms each", flush=True)
     sys.stdin.read()  # the other rank may still need this one; who started both ends both
 
 

@@ -1,7 +1,7 @@
 """On CUDA GPUs: products with weights as the file has them, and two ranks that hold a part of them each.
 
-Where there is one GPU both ranks run on it, each as a machine of its own (`tests/support/one_gpu.py`, which also says
-what GPU_SERVERS_ONE_GPU may ask for); what is checked stays the same.
+Where there is one GPU both ranks run on it, each as a machine of its own, which NCCL joins over sockets or on the GPU
+(`tests/support/one_gpu.py`, which also says what GPU_SERVERS_ONE_GPU may ask for); what is checked stays the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ QUANTISED = ("--model-loader-extra-config", json.dumps({"weights": "quantised"})
 ALL = (ask_prompts, ask_together, ask_lengths)
 RUNS = (
     GpuRun("B-Q8-tp2", bf16("B-Q8", tp=2), ALL, flags=QUANTISED),
-    GpuRun("B-Q8-tp2-experts", bf16("B-Q8", tp=2), ALL, flags=(*QUANTISED, "--enable-expert-parallel")),
+    GpuRun(
+        "B-Q8-tp2-experts", bf16("B-Q8", tp=2), ALL, flags=(*QUANTISED, "--enable-expert-parallel"), joined="shared"
+    ),
 )
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda r: r.name)
 
@@ -73,9 +75,11 @@ def test_nccl_joined_both_ranks(run: GpuRun, gpu_results: dict[str, Result]) -> 
     result = gpu_results[run.name]
     found = re.findall(r"rank (\d+) nranks 2 cudaDev (\d+) nvmlDev (\d+) busId (\w+) .*Init COMPLETE", result.nccl)
     ways = Counter(re.findall(r"via (NET/\w+|P2P/\w+|SHM/?\w*)", result.nccl))
+    versions = set(re.findall(r"NCCL version (\S+)", result.nccl))
     form = f"one GPU, {result.joined.way}, {result.joined.said}" if result.joined else "a GPU each"
     form += ", without graphs" if result.joined and result.joined.eager else ""
-    print(f"{run.name}: {form}; rank, device, NVML device, bus {sorted(set(found))}; connections {dict(ways)}")
+    ranks = sorted(set(found))
+    print(f"{run.name}: {form}; NCCL {versions}; rank, device, NVML device, bus {ranks}; connections {dict(ways)}")
     assert {rank for rank, *_ in found} == {"0", "1"}
     assert len({bus for *_, bus in found}) == (1 if result.joined else 2)
     assert ways

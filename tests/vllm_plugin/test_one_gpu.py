@@ -32,7 +32,7 @@ def test_ranks_of_one_host_name_none() -> None:
 @pytest.mark.slow
 def test_a_trial_that_fails_says_why_for_every_way(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AssertionError, match="no server was started") as caught:
-        one_gpu.join_ranks("", {})
+        one_gpu.join_ranks("", "shared", {})
     said = capfd.readouterr().out
     for way in ("sockets", "shared"):
         assert f"two ranks on one GPU, {way}: exit statuses " in said
