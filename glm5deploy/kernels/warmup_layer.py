@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from glm5deploy.kernels import row_product
 from glm5deploy.kernels.add_norm import add_norm
 from glm5deploy.kernels.latent_input import latent_input
-from glm5deploy.kernels.layout import LATENT_DIM, PACKED_ROW_BYTES, QK_DIM
+from glm5deploy.kernels.layout import INDEX_DIM, LATENT_DIM, PACKED_ROW_BYTES, QK_DIM
 from glm5deploy.kernels.prepare import Launch
 from glm5deploy.kernels.query_input import MOST_TOKENS, query_input
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 def launches(serving: Serving, device: torch.device) -> Iterator[Launch]:
     yield from _inputs(serving, device)
     yield from _norms(serving, device)
+    yield from _index_products(serving, device)
 
 
 def _inputs(serving: Serving, device: torch.device) -> Iterator[Launch]:
@@ -58,3 +60,16 @@ def _norms(serving: Serving, device: torch.device) -> Iterator[Launch]:
 
     for add in (True, False) if serving.width else ():
         yield Launch(("norm", add), partial(norm, add))
+
+
+def _index_products(serving: Serving, device: torch.device) -> Iterator[Launch]:
+    """Index keys and head weights from hidden states, for every number of rows that a program rounds tokens up to."""
+
+    def multiply(tokens: int) -> None:
+        x = torch.zeros((tokens, serving.width), dtype=serving.dtype, device=device)
+        outputs = INDEX_DIM + serving.index_heads
+        row_product.row_product(x, torch.zeros((outputs, serving.width), dtype=serving.dtype, device=device))
+
+    if serving.index_at_once and serving.width:
+        for tokens in (2**i for i in range(row_product.MOST_TOKENS.bit_length())):
+            yield Launch(("index product", tokens), partial(multiply, tokens))

@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.model_executor.layers.layernorm import LayerNorm
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backend import AttentionBackend
 
 from glm5deploy.kernels.layout import INDEX_KEY_BYTES
-from glm5deploy.vllm_plugin import PACKED, cpu, selection
+from glm5deploy.vllm_plugin import PACKED, cpu, engine_config, index_product, selection
 from glm5deploy.vllm_plugin.metadata import IndexMetadataBuilder
 
 
@@ -79,6 +80,11 @@ class Glm5Indexer(nn.Module):
             disable_tp=True,
             prefix=f"{prefix}.wk_weights_proj",
         )
+        self.own_product = (
+            engine_config.reaches(engine_config.fusion(vllm_config), "experts")
+            and not (cpu.is_cpu() or envs.VLLM_BATCH_INVARIANT)
+            and type(self.wk_weights_proj.quant_method) is UnquantizedLinearMethod
+        )
         self.k_norm = LayerNorm(self.head_dim, eps=1e-6, dtype=torch.float32)
         self.k_cache = Glm5IndexerCache(
             head_dim=INDEX_KEY_BYTES, dtype=torch.uint8, prefix=f"{prefix}.k_cache", cache_config=cache_config
@@ -87,7 +93,13 @@ class Glm5Indexer(nn.Module):
     def forward(self, hidden_states: torch.Tensor, qr: torch.Tensor, positions: torch.Tensor, rotary_emb: Any) -> None:
         """hidden_states [T, hidden], qr [T, q rank], positions [T] -> topk_indices_buffer[:T], -1 padded."""
         q = self.wq_b(qr)[0].view(-1, self.n_head, self.head_dim)
-        key, weights = self.wk_weights_proj(hidden_states)[0].split([self.head_dim, self.n_head], dim=-1)
+        # vLLM's layer without quantisation is this product, too.
+        both = (
+            index_product.OP(hidden_states, self.wk_weights_proj.weight)
+            if self.own_product
+            else self.wk_weights_proj(hidden_states)[0]
+        )
+        key, weights = both.split([self.head_dim, self.n_head], dim=-1)
         norm_weight, norm_bias = self.k_norm.weight, self.k_norm.bias
         cos_sin = rotary_emb.cos_sin_cache
         if rotary_emb.is_neox_style:
@@ -122,7 +134,7 @@ def _adjacent_pairs(x: torch.Tensor, width: int) -> torch.Tensor:
 def _reserve(vllm_config: Any, config: Any) -> None:
     """Make the GPU's scratch memory while the model is built, so that vLLM's memory profile counts it."""
     from glm5deploy.kernels.warmup import Serving
-    from glm5deploy.vllm_plugin import device, engine_config
+    from glm5deploy.vllm_plugin import device
 
     speculative = vllm_config.speculative_config
     fusion = engine_config.fusion(vllm_config)

@@ -222,6 +222,10 @@ def input_jobs(arch: int) -> Iterator[Job]:
     constants = {"N": 6144, "PART": 768, "BR": 4, "BC": 2048, "BN": 1024}
     for add in (True, False):
         yield Job("add_norm.add_norm_kernel", arch, 8, 3, types, constants | {"ADD": add}, tuple(types)[:-1])
+    for tokens in (1, 2, 4, 8):
+        types = dict.fromkeys(("x", "weight", "out"), BF16)
+        constants = {"K": 6144, "BT": tokens, "BR": 4, "BC": 2048}
+        yield Job("row_product.row_product_kernel", arch, 8, 3, types, constants, tuple(types))
     fp8 = arch >= FIRST_FP8_ARCH
     types = {"q": BF16, "weights": BF16, "k": BF16, "norm_weight": F32, "norm_bias": F32, "positions": I64}
     types |= {"cos_sin": BF16, "slots": I64, "q_out": U8 if fp8 else BF16, "weights_out": F32, "values": U8}

@@ -20,6 +20,7 @@ from glm5deploy.kernels.index_input import index_input
 from glm5deploy.kernels.latent_cache import store_latent
 from glm5deploy.kernels.latent_input import latent_input
 from glm5deploy.kernels.query_input import query_input
+from glm5deploy.kernels.row_product import MOST_TOKENS, row_product
 from glm5deploy.kernels.slots import slots_from_positions
 from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
 from glm5deploy.kernels.warmup import Serving, launches
@@ -90,6 +91,8 @@ def before_attention(serving: Serving, slots: torch.Tensor, cache: torch.Tensor)
     both = torch.zeros(serving.heads, serving.query_nope + 256, 512, dtype=kind)
     query_input(q, both[:, : serving.query_nope], slots, angles)
     between = torch.zeros(2, tokens, serving.width, dtype=kind)
+    hidden = between[0, :MOST_TOKENS]
+    row_product(hidden, torch.zeros(128 + serving.index_heads, serving.width, dtype=kind))
     add_norm(between[0], random.choice((between[1], None)), torch.ones(serving.width, dtype=kind), 1e-5)
 
 

@@ -24,7 +24,7 @@ import tests.support.triton_interpreter  # noqa: F401  chooses the interpreter, 
 
 import torch  # isort: skip
 import glm5deploy.vllm_plugin
-from glm5deploy.kernels import attention, index_input, latent_input, query_input
+from glm5deploy.kernels import attention, index_input, latent_input, query_input, row_product
 from glm5deploy.kernels.warmup import Serving
 from glm5deploy.vllm_plugin import device, engine_config, host, selection
 from glm5deploy.vllm_plugin.latent_attention import Glm5LatentAttention, why_not
@@ -86,6 +86,8 @@ def run(config: Any, layer: Glm5LatentAttention, fusion: str) -> tuple[torch.Ten
 def fuse(layer: Glm5LatentAttention, fusion: str) -> None:
     """Run the layer's operations as on a GPU with this setting, as far as kernels take the place of others in it."""
     layer.fusion = fusion
+    if layer.indexer is not None:
+        layer.indexer.own_product = engine_config.reaches(fusion, "experts")
     kernels = SimpleNamespace(**vars(host))
     if engine_config.reaches(fusion, "experts"):
         kernels.index_input = device.index_input
@@ -127,6 +129,7 @@ def count_launches() -> Counter[str]:
     latent_input.latent_input = counted("latents", latent_input.latent_input)
     query_input.query_input = counted("queries", query_input.query_input)
     index_input.index_input = counted("index", index_input.index_input)
+    row_product.row_product = counted("product", row_product.row_product)
     attention.value_output = counted("values", attention.value_output)
     device.slots_from_positions = counted("slots", device.slots_from_positions)
     return counts
@@ -191,6 +194,12 @@ def resolved(config: Any, layers: list[Glm5LatentAttention], counts: Counter[str
     return counts["slots"]
 
 
+def give_weight_back(projection: Any) -> None:
+    """As a GPU's engine has it: a CPU's keeps a packed one of its own."""
+    of_ones = projection(torch.eye(projection.input_size))[0]
+    projection.weight = torch.nn.Parameter(of_ones.T.contiguous(), requires_grad=False)
+
+
 def obstacles(layer: Any) -> list[str | None]:
     """Of the layer as it is, and with one thing after the other changed."""
     found = [why_not(layer)]
@@ -224,6 +233,7 @@ def main() -> None:
         config, model = load(Path(sys.argv[1]), "quantised")
         layers = [layer.self_attn.mla_attn for layer in model.model.layers[:2]]  # with an indexer, and without
         reserve(layers[0], config)
+        give_weight_back(layers[0].indexer.wk_weights_proj)
         report = {
             "built": [layer.fusion for layer in layers],
             "obstacles": obstacles(layers[0]),

@@ -41,12 +41,12 @@ def test_a_fused_layer_computes_stores_and_selects_what_vllms_own_does(report: A
 
 
 def launches(record: Any) -> dict[str, int]:
-    """Of two steps; values of the prompts, which are many rows, are left to cuBLAS."""
+    """Of two steps; products of the prompts, which are many rows, are left to cuBLAS."""
     expected = {"latents": 2}
     if reaches(record["fusion"], "query"):
         expected["queries"] = 2
     if reaches(record["fusion"], "experts"):
-        expected |= {"values": 1, "slots": 2} | ({"index": 2} if record["indexer"] else {})
+        expected |= {"values": 1, "slots": 2} | ({"index": 2, "product": 1} if record["indexer"] else {})
     return expected
 
 

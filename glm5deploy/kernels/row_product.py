@@ -1,0 +1,77 @@
+"""The product of few rows with a dense weight of a few megabytes, whose launch takes longer than its bytes."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from glm5deploy.kernels.layout import require
+
+MOST_TOKENS = 8
+"""Rows of x at most: each program reads all of them."""
+WARPS = 8
+
+
+@triton.jit(do_not_specialize=["tokens", "outputs"])
+def row_product_kernel(
+    x,  # [T, K]
+    weight,  # [N, K]
+    out,  # [T, N]
+    tokens,
+    outputs,
+    K: tl.constexpr,
+    BT: tl.constexpr,  # at least T
+    BR: tl.constexpr,  # BR * BC are at least K
+    BC: tl.constexpr,
+):
+    """Grid (N / 2): two of a product's columns, over all of K, so that there is nothing to add up between programs."""
+    i_n = tl.program_id(0).to(tl.int64) * 2
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BR)[:, None] * BC + tl.arange(0, BC)[None, :]
+    m_k = o_k < K
+    m_t = o_t < tokens
+    # The last program of an odd number of columns has no second one.
+    width = tl.where(i_n + 1 < outputs, K, 0)
+    rows = tl.where(i_n + 1 < outputs, tokens, 0)
+    # Volatile loads are started in this order, before any arithmetic: the weight's, from memory, are what takes long.
+    p_w = weight + i_n * K + o_k
+    b_first = tl.load(p_w, mask=m_k, other=0.0, volatile=True)  # [BR, BC]
+    b_second = tl.load(p_w + K, mask=o_k < width, other=0.0, volatile=True)
+    p_x = x + o_t[:, None, None] * K + o_k[None, :, :]
+    b_x = tl.load(p_x, mask=m_t[:, None, None] & m_k[None, :, :], other=0.0, volatile=True)  # [BT, BR, BC]
+    b_x = b_x.to(tl.float32)
+    b_first_out = tl.sum(tl.sum(b_x * b_first.to(tl.float32)[None, :, :], axis=1), axis=1)  # [BT]
+    b_second_out = tl.sum(tl.sum(b_x * b_second.to(tl.float32)[None, :, :], axis=1), axis=1)
+    p_out = out + o_t.to(tl.int64) * outputs + i_n
+    tl.store(p_out, b_first_out.to(out.dtype.element_ty), mask=m_t)
+    tl.store(p_out + 1, b_second_out.to(out.dtype.element_ty), mask=o_t < rows)
+
+
+def row_product(x: torch.Tensor, weight: torch.Tensor, warps: int = WARPS) -> torch.Tensor:
+    """x [T, K] times weight [N, K], contiguous and of one type, T <= :data:`MOST_TOKENS` -> [T, N] of that type.
+
+    Summed in fp32 and rounded once, as cuBLAS does; the order of the sum is another.
+    """
+    tokens, width = x.shape
+    outputs = weight.shape[0]
+    require(weight.shape == (outputs, width), f"weight must be [N, {width}]")
+    require(x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype, "both contiguous, of one type")
+    require(tokens <= MOST_TOKENS, f"at most {MOST_TOKENS} rows, not {tokens}")
+    out = x.new_empty((tokens, outputs))
+    columns = min(256 * warps, triton.next_power_of_2(width))
+    if tokens:
+        row_product_kernel[(triton.cdiv(outputs, 2),)](
+            x,
+            weight,
+            out,
+            tokens,
+            outputs,
+            K=width,
+            BT=triton.next_power_of_2(tokens),
+            BR=triton.next_power_of_2(triton.cdiv(width, columns)),
+            BC=columns,
+            num_warps=warps,
+        )
+    return out
