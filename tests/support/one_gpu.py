@@ -28,12 +28,14 @@ RANKS = 2
 TRIAL_SECONDS = 75.0
 SUM, REPLAYED = "sums are right", "sums from a graph are right"
 _TURNS = 20
-# Ring and Simple: the fewest turns a collective takes when its two kernels cannot run at the same time.
+# Ring and Simple: the fewest turns a collective takes when its two kernels cannot run at the same time, and every
+# connection is made by the first all-reduce, ahead of any graph.
 _WAYS = {
     "sockets": {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
     "shared": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
 }
-_ALL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+_ALL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+_ALL |= {"NCCL_MNNVL_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"}
 # Where a server fails: "shared" or "sockets" leaves the other out, "eager" captures no graphs; with a comma, both.
 _asked = os.environ.get("GPU_SERVERS_ONE_GPU", "").split(",")
 EAGER = "eager" in _asked
