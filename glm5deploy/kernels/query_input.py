@@ -4,7 +4,9 @@ Rounded where vLLM 0.32 and 0.33 round on CUDA: the product once, from fp32, and
 cosines and sines in the model's type.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# Triton reads these functions: tuples grow by addition.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,assignment"
 from __future__ import annotations
 
 import torch
@@ -21,6 +23,8 @@ MOST_TOKENS = _TILE_TOKENS
 """More of them are worth cuBLAS, which the same launch then leaves the product to."""
 _COLUMNS = 32  # of a tile of the product; 8 heads are 128 programs then, one for nearly every multiprocessor
 _ROPE_TOKENS = 8
+REGISTERS = 64
+"""Of a thread. Without a limit the compiler aims at 40 and has a product's loads wait for each other."""
 
 
 @triton.jit
@@ -35,10 +39,16 @@ def absorb_tile(
     m_t = (o_t < tokens)[:, None]
     p_q = q + o_t[:, None] * stride_q + i_h * (NOPE + 64) + o_k[None, :]
     p_w = weight + i_h.to(tl.int64) * stride_weight_h + o_k[:, None] * 512 + o_n[None, :]
-    b_out = tl.zeros([BT, BN], tl.float32)
+    # All loads before the first product, which has a barrier that none is started across: tiles of the weight would be
+    # waited for one after the other.
+    weights = ()
+    queries = ()
     for k in tl.static_range(0, NOPE, BK):
-        b_q = tl.load(p_q + k, mask=m_t, other=0.0)
-        b_out = tl.dot(b_q, tl.load(p_w + k * 512), b_out, input_precision="ieee")
+        weights = weights + (tl.load(p_w + k * 512),)
+        queries = queries + (tl.load(p_q + k, mask=m_t, other=0.0),)
+    b_out = tl.zeros([BT, BN], tl.float32)
+    for k in tl.static_range(0, NOPE // BK):
+        b_out = tl.dot(queries[k], weights[k], b_out, input_precision="ieee")
     p_out = latent_out + (o_t[:, None] * H + i_h) * 512 + o_n[None, :]
     tl.store(p_out, b_out.to(latent_out.dtype.element_ty), mask=m_t)
 
@@ -134,6 +144,7 @@ def query_input(
         BR=_ROPE_TOKENS,
         PRODUCT=few,
         num_warps=4,
+        maxnreg=REGISTERS,
     )
     return latent, rope
 

@@ -21,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from glm5deploy.kernels.query_input import REGISTERS
 from glm5deploy.kernels.tuning import (
     FIRST_FP8_ARCH,
     SHARED_LIMIT,
@@ -217,7 +218,7 @@ def input_jobs(arch: int) -> Iterator[Job]:
     aligned = ("q", "weight", "cos_sin", "latent_out", "rope_out", "stride_q", "stride_weight_h")
     for heads, few in ((8, True), (64, False)):
         constants = {"H": heads, "NOPE": 192, "BK": 64, "BN": 32, "BT": 16, "BR": 8, "PRODUCT": few}
-        yield Job("query_input.query_input_kernel", arch, 4, 3, types, constants, aligned)
+        yield Job("query_input.query_input_kernel", arch, 4, 3, types, constants, aligned, registers=REGISTERS)
     types = dict.fromkeys(("x", "residual", "weight", "out", "sum_out"), BF16) | {"eps": "fp32"}
     constants = {"N": 6144, "PART": 768, "BR": 4, "BC": 2048, "BN": 1024}
     for add in (True, False):
