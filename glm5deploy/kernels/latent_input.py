@@ -47,8 +47,9 @@ def latent_input_kernel(
     if tl.program_id(1) == 0:
         o_r = tl.arange(0, BR)
         m_r = o_r < RANK
-        b_weight = tl.load(q_weight + o_r, mask=m_r, other=0.0).to(tl.float32)
-        b_q = tl.load(p_x + o_r, mask=m_r, other=0.0).to(tl.float32)
+        # Volatile loads keep their order: the compiler would start the weight's, from memory, behind the squares.
+        b_weight = tl.load(q_weight + o_r, mask=m_r, other=0.0, volatile=True).to(tl.float32)
+        b_q = tl.load(p_x + o_r, mask=m_r, other=0.0, volatile=True).to(tl.float32)
         b_q = b_q * tl.rsqrt(tl.sum(b_q * b_q, axis=0) / RANK + eps) * b_weight
         tl.store(q_out + i_t * RANK + o_r, b_q.to(q_out.dtype.element_ty), mask=m_r)
     elif i_t < stored:
