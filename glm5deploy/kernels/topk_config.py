@@ -108,11 +108,16 @@ def runnable(config: TopkConfig, arch: int) -> TopkConfig:
 
 @functools.cache
 def steps_ready() -> bool:
-    """Whether this Triton's Gluon has what `topk_steps` needs (3.8 and later); the interpreter has none."""
+    """Whether this Triton's Gluon has what `topk_steps` needs (3.8 and later); the interpreter has none.
+
+    Gluon has no version of its own. `topk_steps` needs its barrier, and a histogram that counts by atomic additions in
+    shared memory. The method asked for shows those: it adds in shared memory itself, though nothing here calls it.
+    Earlier ones count by votes, an instruction for each bit of a bin, and were never measured.
+    """
     if triton.knobs.runtime.interpret:
         return False
     try:
         from triton.experimental.gluon import language
     except ImportError:
         return False
-    return hasattr(language.shared_memory_descriptor, "atomic_scatter_add")
+    return hasattr(language, "barrier") and hasattr(language.shared_memory_descriptor, "atomic_scatter_add")

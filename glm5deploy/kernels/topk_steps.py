@@ -3,8 +3,8 @@
 A sample gives the range that the numbers are likely in. Every number becomes a step down that range, 2^23 of them, by
 two instructions that never swap two numbers; a few rounds of counting then find the step of the k-th best. No key is
 made of a number's bits, no range is tested in the first round, and every warp finds the bin by itself, without a
-barrier. Where steps do not tell the k-th best from the next, or the range was wrong, the row is read again and counted
-by its numbers' bits: a poor sample costs time alone.
+barrier. Where steps do not tell the k-th best from the next, or the range was wrong, the row is read again, and what is
+left in question is counted by its bits: a poor sample costs time alone.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from glm5deploy.kernels.topk_steps_device import (
     FIRST_STEP,
     LOG_STEPS,
+    ends,
     find_bin,
     load_row,
     ones_where_equal,
@@ -73,10 +74,12 @@ def topk_steps_kernel(
     high = gl.max(gl.max(b_sample, axis=1), axis=0)
     margin = (high - low) * 0.125
     factor = 1.0 / ((high + margin) - (low - margin))
-    b_u = steps_down(b_x, factor, (margin - low) * factor)
+    offset = (margin - low) * factor
+    b_u = steps_down(b_x, factor, offset)
 
     SHIFT: gl.constexpr = LOG_STEPS - LOG_BINS
-    bin, above, reach = find_bin(((b_u >> SHIFT) & (BINS - 1)).to(gl.int32), 0, k, WARPS, LOG_BINS)
+    b_bin = (b_u >> SHIFT) & (BINS - 1)
+    bin, above, reach = find_bin(b_bin.to(gl.int32), b_bin < BINS, 0, k, WARPS, LOG_BINS)
     shift = gl.to_tensor(SHIFT)
     first = FIRST_STEP + (bin << SHIFT)
     if width <= k:
@@ -84,12 +87,12 @@ def topk_steps_kernel(
     held = -1
     # The first and the last bin hold all that lies beyond the range as well.
     sure = (bin > 0) & (bin < BINS - 1) & (width > k)
-    # What stays together from one round to the next is likely to be equal.
-    while sure & (reach != k) & (shift > 0) & (reach - above != held):
+    # Two numbers may be near each other; more that stay together from one round to the next are likely to be equal.
+    while sure & (reach != k) & (shift > 0) & ((reach - above != held) | (held <= 2)):
         held = reach - above
         shift = gl.maximum(shift - LOG_BINS, 0)
-        b_bin = ((b_u - first.to(gl.uint32)) >> shift.to(gl.uint32)).to(gl.int32)
-        bin, above, reach = find_bin(b_bin, above, k, WARPS, LOG_BINS)
+        b_bin = (b_u - first.to(gl.uint32)) >> shift.to(gl.uint32)
+        bin, above, reach = find_bin(b_bin.to(gl.int32), b_bin < BINS, above, k, WARPS, LOG_BINS)
         first += bin << shift
     last = (first + (1 << shift) - 1).to(gl.uint32)
     if reach != k:
@@ -97,23 +100,28 @@ def topk_steps_kernel(
         size = gl.load(lengths + i_t, volatile=True)
         b_y, o_d = load_row(p_row, before, size, WARPS, GROUPS)
         b_u = far_keys(b_y, before, size, o_d)
-        last = gl.to_tensor(0xFFFFFFFE).to(gl.uint32)
         if size > k:
-            above = gl.to_tensor(0)
-            reach = gl.to_tensor(0)
-            shift = gl.to_tensor(32)
-            base = gl.to_tensor(0).to(gl.uint32)
-            while (reach != k) & (shift > 0):
-                shift = gl.maximum(shift - LOG_BINS, 0)
-                b_bin = ((b_u - base) >> shift.to(gl.uint32)).to(gl.int32)
-                bin, above, reach = find_bin(b_bin, above, k, WARPS, LOG_BINS)
-                base += (bin << shift).to(gl.uint32)
-            last = base + ((1 << shift) - 1).to(gl.uint32)
+            # What no step told from the k-th best lies together in the order of keys, too.
+            b_step = steps_down(b_y, factor, offset)
+            m_left = (b_step >= first.to(gl.uint32)) & (b_step <= last) & (b_u != 0xFFFFFFFF)
+            base, top = ends(b_u, m_left)
+            span = top - base
+            while (reach != k) & (span > 0):
+                # Bits of span minus those of a bin's number; rounding up to a power of two costs half of the bins.
+                bits = (span.to(gl.float32).to(gl.int32, bitcast=True) >> 23) - 126
+                by = gl.maximum(bits - LOG_BINS, 0).to(gl.uint32)
+                b_far = b_u - base  # those before base wrap around, beyond span
+                bin, above, reach = find_bin((b_far >> by).to(gl.int32), b_far <= span, above, k, WARPS, LOG_BINS)
+                begin = bin.to(gl.uint32) << by
+                base += begin
+                span = gl.minimum(span - begin, (gl.to_tensor(1).to(gl.uint32) << by) - 1)
+            last = base + span
             if reach != k:
                 # All that are left equal the k-th best: the first ones are taken.
                 b_rank = rank(ones_where_equal(b_u, last), totals, WARPS, GROUPS)
                 b_u = gl.where((b_u == last) & (b_rank > k - above), 0xFFFFFFFF, b_u)
         else:
+            last = gl.to_tensor(0xFFFFFFFE).to(gl.uint32)
             gl.store(p_top + o_d, -1, mask=(o_d >= size) & (o_d < k))
         b_u = (b_u > last).to(gl.uint32)
         last = gl.to_tensor(0).to(gl.uint32)

@@ -126,19 +126,27 @@ def steps_down(b_x, factor, offset):
 
 
 @gluon.jit
-def find_bin(b_bin, above, k, WARPS: gl.constexpr, LOG_BINS: gl.constexpr):
+def find_bin(b_bin, m_bin, above, k, WARPS: gl.constexpr, LOG_BINS: gl.constexpr):
     """Which of 2^LOG_BINS bins the k-th is in, how many are before it, and how many up to its end.
 
-    `above` are before all bins; what is in none of them is not counted. Every warp finds the bin by itself.
+    `above` are before all bins; m_bin tells which numbers are in one, as Gluon promises nothing about others. Every
+    warp finds the bin by itself.
     """
     LINE: gl.constexpr = line_layout(WARPS, 2**LOG_BINS // 32)
-    b_held = gl.histogram(gl.ravel(b_bin), 2**LOG_BINS, layout=gl.SliceLayout(0, LINE))
+    b_held = gl.histogram(gl.ravel(b_bin), 2**LOG_BINS, mask=gl.ravel(m_bin), layout=gl.SliceLayout(0, LINE))
     b_reach = above + gl.associative_scan(b_held[None, :], 1, _add)
     b_short = b_reach < k
     bin = gl.sum(gl.sum(b_short.to(gl.int32), axis=1), axis=0)
     before = gl.max(gl.max(gl.where(b_short, b_reach, above), axis=1), axis=0)
     reach = gl.min(gl.min(gl.where(b_short, 0x7FFFFFFF, b_reach), axis=1), axis=0)
     return bin, before, reach
+
+
+@gluon.jit
+def ends(b_key, m_key):
+    """The least and the largest of the uint32 keys that m_key names, of which there are some."""
+    least = gl.min(gl.ravel(gl.where(m_key, b_key, 0xFFFFFFFF)), axis=0)
+    return least, gl.max(gl.ravel(gl.where(m_key, b_key, 0)), axis=0)
 
 
 @gluon.jit

@@ -7,19 +7,19 @@ import numpy as np
 from tests.kernels.ptx_arithmetic import Array
 
 SHARED = 1 << 24  # where shared memory begins
-WORDS = 1 << 16  # of it
 GIVEN = 1 << 32  # where what is given begins, with as large a step
 
 
 class Memory:
     """Words by address, and who touched shared ones since when."""
 
-    def __init__(self, given: list[Array], warps: Array) -> None:
+    def __init__(self, given: list[Array], warps: Array, shared_bytes: int) -> None:
         self.given = [array.reshape(-1).view(np.uint32) for array in given]
         self.warps = warps  # of each thread
-        self.shared = np.random.default_rng(0).integers(0, 1 << 32, WORDS, dtype=np.uint32)
+        words = shared_bytes // 4
+        self.shared = np.random.default_rng(0).integers(0, 1 << 32, words, dtype=np.uint32)
         # Warps that touched a word since the last barrier: -1 none, -2 several.
-        self.touched = {kind: np.full(WORDS, -1) for kind in ("write", "read", "atomic")}
+        self.touched = {kind: np.full(words, -1) for kind in ("write", "read", "atomic")}
 
     def find(self, address: Array, active: Array, kind: str) -> tuple[Array, Array]:
         """The array and the index in it of each active thread's address, which is touched in this way."""
@@ -32,7 +32,7 @@ class Memory:
             assert (index < len(array)).all(), f"outside of parameter {which[0]}"
             return array, index
         index = (at - SHARED) // 4
-        assert ((index >= 0) & (index < WORDS)).all()
+        assert ((index >= 0) & (index < len(self.shared))).all(), "outside of shared memory"
         self.touch(kind, index, self.warps[active])
         return self.shared, index
 

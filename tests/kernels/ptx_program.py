@@ -1,7 +1,8 @@
 """Runs a program of a compiled kernel from its PTX, and finds what a GPU would not forgive.
 
-Raised as AssertionError: memory outside the given tensors, shared memory that two warps touch between two barriers
-when one of them writes, and barriers or exchanges that some thread never comes to. Only the instructions that the
+Raised as AssertionError: memory outside the given tensors or the shared memory that the kernel asks for, shared memory
+that two warps touch between two barriers when one of them writes, and barriers or exchanges that some thread never
+comes to. Only the instructions that the
 selection kernels use are known.
 """
 
@@ -16,9 +17,9 @@ from tests.kernels.ptx_memory import GIVEN, SHARED, Memory
 
 
 class Program:
-    """A kernel's text, ready to run with `threads` threads."""
+    """A kernel's text, ready to run with `threads` threads and `shared` bytes that they share."""
 
-    def __init__(self, text: str, threads: int) -> None:
+    def __init__(self, text: str, threads: int, shared: int) -> None:
         body = text[text.index("\n{") :]
         body = re.sub(r"//.*", "", body)
         self.labels: dict[str, int] = {}
@@ -32,6 +33,7 @@ class Program:
                 operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
                 self.code.append((guard or "", operation, operands))
         self.threads = threads
+        self.shared = shared
         self.executed = 0  # warp instructions
 
     def run(self, program_id: int, parameters: list[int | Array], part: int = 0, parts: int = 1) -> None:
@@ -45,7 +47,7 @@ class Program:
         given = [p for p in parameters if isinstance(p, np.ndarray)]
         addresses = iter(range(GIVEN, GIVEN * (len(given) + 1), GIVEN))
         self.parameters = [next(addresses) if isinstance(p, np.ndarray) else p for p in parameters]
-        self.memory = Memory(given, self.warp)
+        self.memory = Memory(given, self.warp, self.shared)
         pc = np.zeros(self.threads, np.int64)
         waiting = np.zeros(self.threads, bool)
         while len(self.code) > (here := int(np.where(waiting, len(self.code), pc).min())) or waiting.any():
@@ -136,11 +138,11 @@ class Program:
 
     def exchange(self, o: list[str], operands: list[str], active: Array) -> Array:
         """shfl and redux over whole warps."""
-        values = self.value(operands[1], "s32")
-        rows = values.reshape(-1, 32)
+        values = self.value(operands[1], o[-1] if o[0] == "redux" else "s32")
         if o[0] == "redux":
-            reduced = {"add": rows.sum(1, dtype=np.int32), "max": rows.max(1), "min": rows.min(1)}[o[2]]
-            return np.repeat(reduced, 32).astype(np.int32)
+            rows = values.reshape(-1, 32)
+            reduced = {"add": rows.sum(1, dtype=rows.dtype), "max": rows.max(1), "min": rows.min(1)}[o[2]]
+            return np.repeat(reduced, 32)
         by = self.value(operands[2], "s32")
         up = np.where(self.lane >= by, self.lane - by, self.lane)
         source = {"bfly": self.lane ^ by, "up": up, "idx": by & 31}[o[2]]
@@ -164,7 +166,7 @@ class Program:
             case "ldmatrix" | "stmatrix":
                 self.move_matrix(o[0] == "stmatrix", operands, active)
             case "mov" if "{" in "".join(operands):
-                self.pack(operands, active)
+                self.pack(operands, 4 * TYPES[kind]().itemsize, active)
             case "red" | "atom":
                 place, by = operands[-2:]
                 array, index = self.memory.find(self.address(place), active, "atomic")
@@ -178,13 +180,14 @@ class Program:
             case _:
                 self.put(operands[0], compute(o, operands[1:], self.value), active)
 
-    def pack(self, operands: list[str], active: Array) -> None:
-        """A 64-bit register from two of 32, or into them."""
+    def pack(self, operands: list[str], half: int, active: Array) -> None:
+        """A register from two of `half` its bits, the low one first, or into them."""
+        mask, by = np.uint64((1 << half) - 1), np.uint64(half)
         parts = re.findall(r"[^{},\s]+", operands["{" in operands[1]])
         if "{" in operands[1]:
-            low, high = (self.value(x, "u64") & np.uint64(0xFFFFFFFF) for x in parts)
-            self.put(operands[0], low | high << np.uint64(32), active)
+            low, high = (self.value(x, "u64") & mask for x in parts)
+            self.put(operands[0], low | high << by, active)
             return
         whole = self.value(operands[1], "u64")
-        for part, shift in zip(parts, (0, 32), strict=True):
-            self.put(part, (whole >> np.uint64(shift)) & np.uint64(0xFFFFFFFF), active)
+        for part, shift in zip(parts, (np.uint64(0), by), strict=True):
+            self.put(part, (whole >> shift) & mask, active)

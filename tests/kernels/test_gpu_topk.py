@@ -15,7 +15,7 @@ from glm5deploy.kernels.topk import select_topk, topk_variant, topk_workspace_el
 from glm5deploy.kernels.topk_config import STEPS_ARCH, VARIANTS, runnable, steps_ready, topk_config
 from glm5deploy.kernels.tuning import gpu
 from glm5deploy.kernels.warmup import Serving, launches
-from tests.kernels.topk_rows import POISON, awkward_rows, deceiving_rows
+from tests.kernels.topk_rows import POISON, awkward_rows, close_rows, deceiving_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,8 @@ def test_every_variant(name: str, width: int, k: int) -> None:
     if VARIANTS[name].steps_columns and not (steps_ready() and arch == STEPS_ARCH):
         pytest.skip("selection by steps is for SM90 and the Gluon of triton 3.8")
     config = runnable(VARIANTS[name], arch)
-    logits = torch.cat((awkward_rows(width, "cuda"), deceiving_rows(width, "cuda")))
+    kinds = awkward_rows(width, "cuda"), deceiving_rows(width, "cuda"), close_rows(width, k, "cuda")
+    logits = torch.cat(kinds)
     count = len(logits)
     starts = torch.arange(count, dtype=torch.int32, device="cuda") % 7
     lengths = width - starts - torch.arange(count, dtype=torch.int32, device="cuda") % 4

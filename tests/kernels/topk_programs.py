@@ -1,8 +1,8 @@
 """Runs the selection kernels as they are compiled for a GPU, without one, and compares with the reference.
 
-`python -m tests.kernels.topk_programs` prints one JSON object a line: kernel, case, rows that differ. It
-runs apart from the tests' process, which has Triton's interpreter switched on: Gluon and stores in assembly are not for
-that.
+`python -m tests.kernels.topk_programs` prints one JSON object a line: kernel, case, rows that are wrong, rows whose
+lists were copied. It runs apart from the tests' process, which has Triton's interpreter switched on: Gluon and stores
+in assembly are not for that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from glm5deploy.kernels import reference
 from tests.kernels.ptx_program import Program
-from tests.kernels.topk_rows import POISON, awkward_rows, deceiving_rows
+from tests.kernels.topk_rows import POISON, awkward_rows, close_rows, deceiving_rows
 
 ARCH = 90
 PARTS = 4
@@ -36,17 +36,18 @@ class Built:
     columns: int
     first: Program | None = None
 
-    def run(self, row: int, numbers: list[Any], out: Any, k: int, strides: list[int]) -> None:
-        """Select from a row; `numbers` are logits, starts and lengths."""
+    def run(self, row: int, numbers: list[Any], out: Any, k: int, strides: list[int]) -> bool:
+        """Select from a row; `numbers` are logits, starts and lengths. Whether lists of parts were copied for it."""
         if self.first is None:
             self.program.run(row, [*numbers, out, k, *strides])
-            return
+            return False
         entries = self.columns // PARTS
         rows = row + 1
         counts, lists, held = (np.full(2 * rows * n, POISON, np.int32) for n in (PARTS, PARTS * entries, entries))
         for part in range(PARTS):
             self.first.run(row, [*numbers, counts, lists, k, 1, strides[0]], part, PARTS)
         self.program.run(row, [*numbers, counts, lists, held, out, k, PARTS, *strides])
+        return bool((held != POISON).any())
 
 
 def build(kernel: Any, constants: dict[str, Any], warps: int, columns: int) -> Built:
@@ -64,7 +65,7 @@ def build(kernel: Any, constants: dict[str, Any], warps: int, columns: int) -> B
         {(names.index(n),): [["tt.divisibility", 16]] for n in ("logits", "lists", "held_pairs") if n in names},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options={"num_warps": warps})
-    return Built(kernel.__name__, Program(compiled.asm["ptx"], 32 * warps), columns)
+    return Built(kernel.__name__, Program(compiled.asm["ptx"], 32 * warps, compiled.metadata.shared), columns)
 
 
 def kernels() -> Iterator[tuple[Built, bool]]:
@@ -83,17 +84,17 @@ def kernels() -> Iterator[tuple[Built, bool]]:
     yield replace(second, first=first.program), True
 
 
-def differing(built: Built, logits: torch.Tensor, lengths: list[int], k: int, starts: list[int]) -> list[int]:
-    """Rows that differ from the reference, or in which what follows the k columns was written."""
+def run_rows(built: Built, logits: torch.Tensor, lengths: list[int], k: int, starts: list[int]) -> dict[str, list[int]]:
+    """Rows that are wrong, differing from the reference or written to behind the k columns; rows with copied lists."""
     rows, columns = logits.shape
     padded = np.full(-(-rows * columns // 4) * 4, np.nan, np.float32)
     padded[: rows * columns] = logits.reshape(-1).numpy()
     sizes, first = np.array(lengths, np.int32), np.array(starts, np.int32)
     expected = reference.select_topk(logits, torch.from_numpy(sizes), k, torch.from_numpy(first)).numpy()
     out = np.full((rows, k + 3), -77, np.int32)
-    for row in range(rows):
-        built.run(row, [padded, first, sizes], out, k, [columns, k + 3])
-    return [r for r in range(rows) if (out[r, :k] != expected[r]).any() or (out[r, k:] != -77).any()]
+    copied = [row for row in range(rows) if built.run(row, [padded, first, sizes], out, k, [columns, k + 3])]
+    wrong = [r for r in range(rows) if (out[r, :k] != expected[r]).any() or (out[r, k:] != -77).any()]
+    return {"wrong": wrong, "copied": copied}
 
 
 def main() -> None:
@@ -108,13 +109,14 @@ def main() -> None:
             for k in ((1, 130, 700) if number == 0 else (130,))
         ]
         around = [0, 1, 127, 128, 129, 130, 131, 132, 255, most]
+        cases.append(("close", close_rows(most, 130), [most] * 5, 130, [0] * 5))
         cases.append(("lengths", torch.randn(10, most), around, 129, [0] * 10))
         if has_starts:
             moved = torch.randn(5, most + 100)
             cases.append(("starts", moved, [most, 0, 100, 509, 700], 100, [100, most + 100, 1, 2, 3]))
         for name, logits, lengths, k, starts in cases:
-            wrong = differing(built, logits, lengths, k, starts)
-            sys.stdout.write(json.dumps({"kernel": built.name, "case": name, "wrong": wrong}) + "\n")
+            found = run_rows(built, logits, lengths, k, starts)
+            sys.stdout.write(json.dumps({"kernel": built.name, "case": name, **found}) + "\n")
             sys.stdout.flush()
 
 

@@ -44,3 +44,18 @@ def deceiving_rows(width: int, device: str = "cpu") -> torch.Tensor:
     rows[6] = rows[6] * 1e-40 * (1.0 - 2.0 * seen)  # denormals
     rows[7] = torch.where(rows[7] > 1.0, 3.0e38, -3.0e38)  # a range that overflows
     return rows
+
+
+def close_rows(width: int, k: int, device: str = "cpu") -> torch.Tensor:
+    """fp32 [5, width], k < width: numbers around the k-th best that are equal or nearly so; the last one few values."""
+    rows = torch.randn(5, width, device=device)
+    order = rows.argsort(dim=1, descending=True)
+    around = slice(max(0, k - 15), k + 15)
+    kth = rows[1:3].gather(1, order[1:3, k - 1 : k])
+    rows[0, order[0, around]] = 0.25
+    rows[1, order[1, k]] = torch.nextafter(kth[0], torch.zeros_like(kth[0]) - 9.0).squeeze()
+    steps = torch.arange(len(order[2, around]), device=device, dtype=torch.float32)
+    rows[2, order[2, around]] = kth[1] * (1.0 - steps * 2.0**-22)
+    rows[3, order[3, : k + 15]] = 5.0
+    rows[4] = torch.arange(width, device=device) % 29
+    return rows
