@@ -4,8 +4,8 @@
     python scripts/bench_indexer.py --sweep [--json FILE]
 
 Times are microseconds a call in CUDA-graph replays of several calls over rotating inputs. Every figure is printed and
-written as it is made. --sweep compares the ways of selecting (`topk_config.VARIANTS`) with the reference and times
-those that are right, beside vLLM's; 16 processes compile first.
+written as it is made; all goals stand in tables at the end. --sweep compares the ways of selecting
+(`topk_config.VARIANTS`) with the reference and times those that are right, beside vLLM's; 16 processes compile first.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,13 +24,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import topk_sweep
 from indexer_inputs import BLOCK, J, K, cache_of, check, cuda, queries, value_type
+from indexer_table import LIKE, verdicts
 from vllm_topk import FAILURES, compare, decode_choice, reason, vllm_ops
 
 from glm5deploy.kernels import indexer
 from glm5deploy.kernels.measure import graph_time
+from glm5deploy.kernels.prepare import prepare
 from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
 from glm5deploy.kernels.topk_config import VARIANTS
 from glm5deploy.kernels.tuning import gpu
+from glm5deploy.kernels.warmup import Serving, launches
 
 COPY_BYTES_PER_US = 4.3e6
 BATCHES, CONTEXTS, QUERIES = (1, 8, 64), (8192, 32768, 131072), 2048
@@ -69,6 +73,7 @@ def time_decode(batch: int, context: int, dg: Any, ops: Any, repeats: int) -> Fi
     lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     logits = torch.empty(batch, context, device="cuda")
     scores = [torch.randn(batch, context, device="cuda") for _ in range(INPUT_SETS)]
+    alike = [topk_sweep.score_like(batch, context) for _ in range(INPUT_SETS)]
     out = torch.empty(batch, K, dtype=torch.int32, device="cuda")
     scratch = torch.empty(max(1, topk_workspace_elements(batch, context, K)), dtype=torch.int32, device="cuda")
 
@@ -78,15 +83,20 @@ def time_decode(batch: int, context: int, dg: Any, ops: Any, repeats: int) -> Fi
         run = partial(dg.fp8_fp4_paged_mqa_logits, (q[:, None], None), cache[:, :, None], weights, size)
         return [partial(run, t, plan, max_model_len=context) for t in tables]
 
-    def theirs(name: str) -> list[Callable[[], object]]:
-        return [partial(decode_choice(name), s, lengths, out, context) for s in scores]
+    def mine(rows: list[torch.Tensor]) -> list[Callable[[], object]]:
+        return [partial(select_topk, s, lengths, K, context, out, scratch) for s in rows]
+
+    def theirs(name: str, rows: list[torch.Tensor]) -> list[Callable[[], object]]:
+        return [partial(decode_choice(name), s, lengths, out, context) for s in rows]
 
     choices: dict[str, Calls] = {
         "ours": lambda: [partial(indexer.paged_logits, q, cache, weights, lengths, t, logits) for t in tables]
     }
     choices |= {"DeepGEMM": deep} if dg is not None else {}
-    choices["topk"] = lambda: [partial(select_topk, s, lengths, K, context, out, scratch) for s in scores]
-    choices |= {name: partial(theirs, name) for name in ("cooperative_topk", "persistent_topk") if ops is not None}
+    for name, rows in (("", scores), (LIKE, alike)):
+        choices["topk" + name] = partial(mine, rows)
+        if ops is not None:
+            choices |= {of + name: partial(theirs, of, rows) for of in ("cooperative_topk", "persistent_topk")}
     figures: Figures = {"B": batch, "context": context, "floor": batch * context * 132 / COPY_BYTES_PER_US}
     add_times(figures, choices, repeats, 8)
     return figures
@@ -110,15 +120,31 @@ def time_prefill(context: int, dg: Any, ops: Any, repeats: int) -> Figures:
         choices["DeepGEMM"] = lambda: [
             partial(dg.fp8_fp4_mqa_logits, (q, None), (k, scales), weights, starts, ends, context)
         ]
-    choices["topk"] = lambda: [partial(select_topk, logits, ends, K, context, out, scratch)]
-    if ops is not None:
-        choices["top_k_per_row"] = lambda: [partial(ops.top_k_per_row_prefill, logits, starts, ends, out, *rest)]
+
+    def mine(rows: torch.Tensor) -> list[Callable[[], object]]:
+        return [partial(select_topk, rows, ends, K, context, out, scratch)]
+
+    def theirs(rows: torch.Tensor) -> list[Callable[[], object]]:
+        return [partial(ops.top_k_per_row_prefill, rows, starts, ends, out, *rest)]
+
+    for name, rows in (("", logits), (LIKE, topk_sweep.score_like(QUERIES, context))):
+        choices["topk" + name] = partial(mine, rows)
+        choices |= {"top_k_per_row" + name: partial(theirs, rows)} if ops is not None else {}
     choices["torch.topk"] = lambda: [partial(torch.topk, logits, K, sorted=False)]
     figures: Figures = {"T": QUERIES, "context": context}
     add_times(figures, choices, repeats, 2)
     if isinstance(ours := figures["ours"], float):
         figures["TFLOPs"] = QUERIES * context * J * 256 / ours / 1e6
     return figures
+
+
+def compile_ours() -> None:
+    """What is timed, side by side: one after the other takes longer than all that is measured."""
+    serving = Serving(8, J, K, QUERIES, max(CONTEXTS), BLOCK, packed=False)
+    kinds = ("prefill scores", "decode scores", "selection")
+    began = time.monotonic()
+    prepare([launch for launch in launches(serving, cuda(0)) if launch.variant[0] in kinds], cuda(0))
+    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
 
 
 def measured(quick: bool) -> Iterator[Figures]:
@@ -137,7 +163,7 @@ def measured(quick: bool) -> Iterator[Figures]:
 def failed(figures: dict[str, Any]) -> bool:
     """Whether one of ours is wrong or did not run."""
     return (
-        any(isinstance(figures.get(name), str) for name in ("ours", "topk"))
+        any(isinstance(figures.get(name), str) for name in ("ours", "topk", "topk" + LIKE))
         or "WRONG rows" in figures
         or ("failed" in figures and figures["name"] in VARIANTS)
     )
@@ -156,9 +182,11 @@ def main() -> int:
     if arguments.sweep:
         topk_sweep.compile_all(__file__)
     torch.manual_seed(0)
-    if not arguments.sweep and not check():
-        print("above the limits: not timed")
-        return 1
+    if not arguments.sweep:
+        compile_ours()
+        if not check():
+            print("above the limits: not timed")
+            return 1
     results: list[dict[str, Any]] = []
     for figures in topk_sweep.sweep() if arguments.sweep else measured(arguments.quick):
         results.append(figures)
@@ -166,6 +194,8 @@ def main() -> int:
         print("  ".join(words), flush=True)
         if arguments.json:  # each time, for a run may be cut off
             arguments.json.write_text(json.dumps(results, indent=1))
+    if not arguments.sweep:
+        print("\n".join(verdicts(results)))
     return int(any(map(failed, results)))
 
 

@@ -19,7 +19,7 @@ from glm5deploy.kernels.measure import graph_time
 from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
 from glm5deploy.kernels.topk_config import MOST_SHARED_ROWS, VARIANTS, TopkConfig, runnable, topk_config
 from glm5deploy.kernels.tuning import gpu
-from tests.kernels.topk_rows import POISON, awkward_rows, deceiving_rows
+from tests.kernels.topk_rows import POISON, awkward_rows, close_rows, deceiving_rows
 
 K = 2048
 BOTH = ("keys", "steps")
@@ -89,11 +89,11 @@ def compile_all(script: str, jobs: int = 16) -> None:
 
 
 def wrong_rows(choose: Choose, rows: int, width: int) -> int:
-    """Of rows with ties, crowds, NaN, infinities and misleading samples, how many differ from the reference.
+    """Of rows with ties, crowds, NaN, infinities and misleading samples, 26 kinds, how many differ from the reference.
 
     As many at a time as are launched together at this shape.
     """
-    kinds = torch.cat((awkward_rows(width, "cuda"), deceiving_rows(width, "cuda")))
+    kinds = torch.cat((awkward_rows(width, "cuda"), deceiving_rows(width, "cuda"), close_rows(width, K, "cuda")))
     total = -(-len(kinds) // rows) * rows
     lengths = width - torch.arange(total, dtype=torch.int32, device="cuda") % 5
     lengths[:3] = torch.tensor([0, K, K + 1], dtype=torch.int32, device="cuda")
@@ -110,10 +110,10 @@ def wrong_rows(choose: Choose, rows: int, width: int) -> int:
     return wrong
 
 
-def score_like(rows: int, width: int) -> torch.Tensor:
-    """Sums of eight weighted positive parts, as index scores are."""
+def score_like(rows: int, width: int, parts: int = 8) -> torch.Tensor:
+    """Sums of weighted positive parts, as index scores are. Of eight parts, one in 256 sums is exactly 0."""
     total = torch.zeros(rows, width, device="cuda")
-    for _ in range(8):
+    for _ in range(parts):
         total += torch.randn(rows, width, device="cuda").relu_() * torch.randn(rows, 1, device="cuda")
     return total
 
@@ -163,4 +163,8 @@ def sweep() -> Iterator[Row]:
             yield figures(name, rows, width, make, kinds)
 
 
-KINDS = {"noise": partial(torch.randn, device="cuda"), "score-like": score_like}
+KINDS: dict[str, Callable[..., torch.Tensor]] = {
+    "noise": partial(torch.randn, device="cuda"),
+    "score-like": score_like,
+    "of 32 parts": partial(score_like, parts=32),
+}
