@@ -100,7 +100,7 @@ run() {
     experts) stack --vllm=--additional-config --vllm='{"glm5_fusion": "experts"}' ;;
     launches)
       tests tests/quants/test_gpu_sum.py tests/kernels/test_gpu_step_launches.py tests/kernels/test_gpu_layer_input.py \
-        tests/kernels/test_gpu_add_norm.py tests/kernels/test_gpu_row_product.py ;;
+        tests/kernels/test_gpu_add_norm.py tests/kernels/test_gpu_row_product.py tests/kernels/test_gpu_step_tokens.py ;;
     soak)
       script soak.py --gguf tests/data/tiny-glm5/GLM-tiny-A-GGUF/UD-Q4_K_XL --preemptions 1 --out "$out/soak" \
         --json "$out/soak.json" ;;

@@ -56,7 +56,7 @@ class Serving:
     max_next_n: int = 1  # query tokens of a decoding request, more than one with speculative decoding
     query_rank: int = 0  # latents of a query where `latent_input` norms them
     query_nope: int = 0  # dimensions of a head beside RoPE where `query_input` absorbs them
-    width: int = 0  # of hidden states, where `add_norm` takes them
+    width: int = 0  # of hidden states, where `add_norm` takes them and `step_tokens` the step's bookkeeping
     values: int = 0  # values of a head where `sparse_mla_values` multiplies with W_UV
     index_at_once: bool = False  # index queries and keys come from `row_product` and `index_input`
 

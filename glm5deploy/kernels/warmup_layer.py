@@ -14,6 +14,7 @@ from glm5deploy.kernels.latent_input import latent_input
 from glm5deploy.kernels.layout import INDEX_DIM, LATENT_DIM, PACKED_ROW_BYTES, QK_DIM
 from glm5deploy.kernels.prepare import Launch
 from glm5deploy.kernels.query_input import MOST_TOKENS, query_input
+from glm5deploy.kernels.step_tokens import step_tokens
 
 if TYPE_CHECKING:
     from glm5deploy.kernels.warmup import Serving
@@ -23,6 +24,8 @@ def launches(serving: Serving, device: torch.device) -> Iterator[Launch]:
     yield from _inputs(serving, device)
     yield from _norms(serving, device)
     yield from _index_products(serving, device)
+    if serving.width:
+        yield Launch(("step tokens",), partial(_step_tokens, device))
 
 
 def _inputs(serving: Serving, device: torch.device) -> Iterator[Launch]:
@@ -60,6 +63,12 @@ def _norms(serving: Serving, device: torch.device) -> Iterator[Launch]:
 
     for add in (True, False) if serving.width else ():
         yield Launch(("norm", add), partial(norm, add))
+
+
+def _step_tokens(device: torch.device) -> None:
+    starts = torch.zeros(2, dtype=torch.int32, device=device)
+    request, length = torch.zeros((2, 1), dtype=torch.int32, device=device)
+    step_tokens(starts, starts[1:], request, length.clone())
 
 
 def _index_products(serving: Serving, device: torch.device) -> Iterator[Launch]:

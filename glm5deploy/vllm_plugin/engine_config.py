@@ -16,7 +16,7 @@ logger = logging.getLogger("vllm.glm5deploy")
 
 MODEL_CLASS = "glm5deploy.vllm_plugin.model:Glm5ForCausalLM"
 BLOCK_SIZE = 64  # tokens a cache block
-FUSION = "glm5_fusion"  # of vLLM's additional configuration; see latent_attention.py, norms.py and experts.py
+FUSION = "glm5_fusion"  # of vLLM's additional configuration; see latent_attention.py, norms.py, metadata.py, experts.py
 FUSIONS = ("off", "latent", "query", "norms", "experts")  # each includes those before it
 DEFAULT_FUSION = "query"
 # What every GLM-5 has, and vLLM takes to be something else where config.json is silent.

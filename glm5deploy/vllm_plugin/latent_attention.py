@@ -3,8 +3,9 @@
 Between its first product and attention vLLM launches a norm of the query's latents, a norm of the key's, RoPE of both,
 the store into the cache, and the product with W_UK. The setting ``glm5_fusion`` of vLLM's additional configuration says
 how much of it runs in kernels of this package: ``off`` nothing; ``latent`` both norms, the key's RoPE and the store, in
-one launch; ``query`` also the query's RoPE and W_UK, in one more; ``experts`` also, behind attention over few tokens,
-the combination of its parts and W_UV, in one. Numbers are rounded where vLLM rounds them.
+one launch; ``query`` also the query's RoPE and W_UK, in one more; ``norms`` the same here, and more in front of it;
+``experts`` also, behind attention over few tokens, the combination of its parts and W_UV, in one. Numbers are rounded
+where vLLM rounds them.
 
 The CPU engine, and a vLLM whose code is not the one that is replaced here, run vLLM's own layer.
 """

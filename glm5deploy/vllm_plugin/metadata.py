@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from glm5deploy.vllm_plugin import engine_config
 from glm5deploy.vllm_plugin.score_plan import Chunk, plan_chunks
 
 
@@ -84,6 +85,8 @@ class SparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         most = vllm_config.scheduler_config.max_num_batched_tokens
+        fusion = engine_config.fusion(vllm_config)
+        self._at_once = device.type != "cpu" and engine_config.reaches(fusion, "norms")
         self._token = torch.arange(most, dtype=torch.int32, device=device)
         self._request = torch.zeros(most, dtype=torch.int32, device=device)
         self._length = torch.zeros(most, dtype=torch.int32, device=device)
@@ -96,10 +99,15 @@ class SparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):
         starts, seq_lens = common.query_start_loc[: requests + 1], common.seq_lens[:requests]
         token, request, length = self._token[:tokens], self._request[:tokens], self._length[:tokens]
         # Padding requests are empty, so the last real request's end is every later boundary too.
-        found = torch.searchsorted(starts[1:], token, right=True).clamp_(max=requests - 1)
-        request.copy_(found)
-        left = starts[1:][found] - token  # tokens of the request from here on, itself included
-        length.copy_(torch.where(left > 0, seq_lens[found] - left + 1, 0).clamp_(min=0))
+        if self._at_once:
+            from glm5deploy.kernels.step_tokens import step_tokens
+
+            step_tokens(starts, seq_lens, request, length)
+        else:
+            found = torch.searchsorted(starts[1:], token, right=True).clamp_(max=requests - 1)
+            request.copy_(found)
+            left = starts[1:][found] - token  # tokens of the request from here on, itself included
+            length.copy_(torch.where(left > 0, seq_lens[found] - left + 1, 0).clamp_(min=0))
         return SparseMetadata(
             num_reqs=requests,
             num_actual_tokens=tokens,

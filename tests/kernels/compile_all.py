@@ -38,9 +38,8 @@ from glm5deploy.kernels.value_output import MOST_ROWS, value_variant
 # Of the smallest or the usual GPU of an architecture: few multiprocessors mean few splits.
 MULTIPROCESSORS = {80: 108, 86: 46, 89: 58, 90: 132, 100: 148, 120: 70, 121: 48}
 TOPK = 2048
-# The selection by steps of 64 columns a thread keeps ranks of ties in memory, and a few of all columns.
-STEPS_SPILL_LIMIT = 320
 MOST_TOKENS = 16_384
+LONGEST = 202_752  # positions of a context
 BF16, F32, I32, I64, U8, E4M3 = "*bf16", "*fp32", "*i32", "*i64", "*u8", "*fp8e4nv"
 
 
@@ -158,36 +157,57 @@ def indexer_jobs(arch: int, family: str) -> Iterator[Job]:
     )
 
 
-def selection_jobs(arch: int) -> Iterator[Job]:
+def selection_jobs(arch: int, family: str) -> Iterator[Job]:
+    """All that selections of any number of rows and any length launch, of few positions and of many."""
+    from glm5deploy.kernels import topk_config as topk
+    from glm5deploy.kernels.topk import topk_variant
+
+    of = Gpu(arch, MULTIPROCESSORS[arch], family)
+    rows = {*range(1, 70), *range(70, topk.MOST_SHARED_ROWS, 8), topk.MOST_SHARED_ROWS, topk.MOST_SHARED_ROWS + 1}
+    for k in (TOPK, topk.MAX_K):
+        widths = {*range(k + 1, LONGEST, 1024), LONGEST}
+        part_warps = topk.topk_config(k, arch).part_warps
+        for variant in dict.fromkeys(topk_variant(count, width, k, width, of) for width in widths for count in rows):
+            yield from selection_job(arch, variant, part_warps)
+
+
+def selection_job(arch: int, variant: tuple[str, int, int, int], part_warps: int) -> Iterator[Job]:
     from glm5deploy.kernels import topk_config as topk
 
-    config = topk.TopkConfig()
+    kind, warps, sample, parts = variant
+    if kind in ("stream", "parts") and arch != topk.STEPS_ARCH:
+        sample = topk.TopkConfig().samples[-1]  # smaller ones need no more: all of them are compiled for one GPU
     types = {"logits": F32, "starts": I32, "lengths": I32, "counts": "*i64", "topk": I32}
     types |= {"lists": "*i64", "held_pairs": "*i64"}
-    constants: dict[str, Any] = {"HAS_STARTS": False, "ASM": True}
-    for warps in config.block_warps:
-        kernel, chosen, registers = "topk_block.topk_block_kernel", constants | {"WARPS": warps}, topk.BLOCK_REGISTERS
-        yield Job(kernel, arch, warps, 3, types, chosen, ("logits",), registers=registers)
-    for steps in topk.STEPS if arch == topk.STEPS_ARCH else ():
-        chosen = {"HAS_STARTS": False, "WARPS": steps.warps, "GROUPS": steps.groups, "LOG_BINS": steps.log_bins}
-        kernel, registers = "topk_steps.topk_steps_kernel", steps.registers
-        yield Job(kernel, arch, steps.warps, 3, types, chosen, ("logits",), STEPS_SPILL_LIMIT, registers)
+    constants: dict[str, Any] = {"HAS_STARTS": False, "WARPS": warps, "ASM": True}
     early = arch >= topk.FIRST_EARLY_ARCH
     aligned = ("logits", "lists")
-    chosen = constants | {"WARPS": config.part_warps, "SAMPLE": config.samples[-1], "EARLY": early}
-    kernel, registers = "topk_stream.topk_parts_kernel", topk.STREAM_REGISTERS
-    yield Job(kernel, arch, config.part_warps, 3, types, chosen, aligned, registers=registers)
-    sizes = ((0, config.stream_warps), (8, config.merge_warps[0]), (topk.MAX_PARTS, config.merge_warps[-1]))
-    for parts, warps in sizes:
-        chosen = constants | {"WARPS": warps, "SAMPLE": config.samples[0], "EARLY": early and parts > 0}
-        chosen |= {"PARTS": parts, "LIST": 512 * config.part_warps}
-        kernel, held = "topk_stream.topk_stream_kernel", (*aligned, "held_pairs")
-        registers = None if parts else topk.STREAM_REGISTERS
-        yield Job(kernel, arch, warps, 3, types, chosen, held, registers=registers)
+    match kind:
+        case "block":
+            kernel, registers = "topk_block.topk_block_kernel", topk.BLOCK_REGISTERS
+            yield Job(kernel, arch, warps, 3, types, constants, ("logits",), registers=registers)
+        case "steps":
+            (steps,) = [steps for steps in topk.STEPS if (steps.warps, steps.groups) == (warps, sample)]
+            chosen = {"HAS_STARTS": False, "WARPS": warps, "GROUPS": steps.groups, "LOG_BINS": steps.log_bins}
+            kernel, registers = "topk_steps.topk_steps_kernel", steps.registers
+            yield Job(kernel, arch, warps, 3, types, chosen, ("logits",), registers=registers)
+        case "stream" | "parts":
+            if parts:
+                chosen = constants | {"WARPS": part_warps, "SAMPLE": sample, "EARLY": early}
+                kernel, registers = "topk_stream.topk_parts_kernel", topk.STREAM_REGISTERS
+                yield Job(kernel, arch, part_warps, 3, types, chosen, aligned, registers=registers)
+                sample = topk.TopkConfig().samples[0]
+            chosen = constants | {"SAMPLE": sample, "EARLY": early and parts > 0}
+            chosen |= {"PARTS": parts, "LIST": 512 * part_warps}
+            kernel, held = "topk_stream.topk_stream_kernel", (*aligned, "held_pairs")
+            yield Job(kernel, arch, warps, 3, types, chosen, held, registers=None if parts else topk.STREAM_REGISTERS)
 
 
 def other_jobs(arch: int) -> Iterator[Job]:
     types = {"positions": I32, "request_of_token": I64, "block_table": I32, "slots": I32, "counts": I32}
+    types_of_tokens = dict.fromkeys(("starts", "seq_lens", "request_out", "length_out"), I32)
+    aligned = ("request_out", "length_out")
+    yield Job("step_tokens.step_tokens_kernel", arch, 4, 3, types_of_tokens, {"BT": 128, "BR": 32}, aligned)
     yield Job("slots.slots_kernel", arch, 4, 3, types, {"BLOCK": 64, "BK": 2048})
     for packed in (False, True):
         types = {"latent": BF16, "rope": BF16, "slots": I64, "cache": U8 if packed else BF16, "cache_ropes": BF16}
@@ -253,7 +273,12 @@ def jobs() -> list[Job]:
     found: dict[str, Job] = {}
     for arch, limit in SHARED_LIMIT.items():
         family = family_of(arch, limit)
-        for job in (*sparse_jobs(arch, family), *indexer_jobs(arch, family), *selection_jobs(arch), *other_jobs(arch)):
+        for job in (
+            *sparse_jobs(arch, family),
+            *indexer_jobs(arch, family),
+            *selection_jobs(arch, family),
+            *other_jobs(arch),
+        ):
             found.setdefault(repr(job), job)
         for job in (*input_jobs(arch), *value_jobs(arch)):
             found.setdefault(repr(job), job)

@@ -22,6 +22,7 @@ from glm5deploy.kernels.latent_input import latent_input
 from glm5deploy.kernels.query_input import query_input
 from glm5deploy.kernels.row_product import MOST_TOKENS, row_product
 from glm5deploy.kernels.slots import slots_from_positions
+from glm5deploy.kernels.step_tokens import step_tokens
 from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
 from glm5deploy.kernels.warmup import Serving, launches
 from tests.support import launch_keys
@@ -67,6 +68,8 @@ def step(serving: Serving, tokens: int, width: int, next_n: int) -> None:
     score(serving, values, folded, keys, lengths, table, selected, width, next_n)
     slots, counts = torch.empty_like(selected)[:tokens], torch.empty(tokens, dtype=torch.int32)
     requests = torch.zeros(tokens, dtype=torch.int32)
+    bounds = torch.zeros(random.randint(2, 40), dtype=torch.int32)
+    step_tokens(bounds, bounds[random.randint(0, 1) :][: len(bounds) - 1], requests, requests.clone())
     slots_from_positions(selected[:tokens], requests, table, BLOCK, slots, counts, random.choice((64, 128)))
     latent = torch.zeros(heads, tokens, 512, dtype=kind).transpose(0, 1)
     rope = torch.zeros(tokens, heads, 256, dtype=kind)[..., 192:]

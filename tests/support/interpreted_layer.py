@@ -54,7 +54,11 @@ def step(config: Any, queries: tuple[int, ...], contexts: tuple[int, ...]) -> tu
         slot_mapping=torch.tensor(slots),
         block_table_tensor=TABLE,
     )
-    metadata = SparseMetadataBuilder(None, [], config, torch.device("cpu")).build(0, common)
+    several, one = (SparseMetadataBuilder(None, [], config, torch.device("cpu")) for _ in range(2))
+    one._at_once = True
+    metadata, same = several.build(0, common), one.build(0, common)
+    assert torch.equal(same.request_of_token, metadata.request_of_token)
+    assert torch.equal(same.lengths, metadata.lengths)
     return metadata, torch.tensor([p for _, p in where] + [0] * PADDING), torch.tensor(slots + [-1] * PADDING)
 
 

@@ -17,6 +17,7 @@ TOPK, KEY_ROWS = 8, 200
 def settings(draft_tokens: int = 0) -> Any:
     """What the builders read; a full engine configuration would need a model."""
     return SimpleNamespace(
+        additional_config={},
         scheduler_config=SimpleNamespace(max_num_batched_tokens=MOST),
         speculative_config=SimpleNamespace(num_speculative_tokens=draft_tokens, parallel_drafting=False)
         if draft_tokens
@@ -104,6 +105,15 @@ def test_a_step_is_known_by_all_that_is_built_for_it() -> None:
 def test_rows_that_a_selection_writes(queries: list[int], contexts: list[int], tokens: int, written: int) -> None:
     metadata = build_for_gpu(queries, contexts, tokens)
     assert metadata.rows_selected(TOPK) == written
+
+
+@pytest.mark.parametrize(
+    ("level", "device", "at_once"), [("norms", "meta", True), ("query", "meta", False), ("norms", "cpu", False)]
+)
+def test_where_a_gpu_does_it_at_once(level: str, device: str, at_once: bool) -> None:
+    asked = settings()
+    asked.additional_config = {"glm5_fusion": level}
+    assert SparseMetadataBuilder(None, [], asked, torch.device(device))._at_once == at_once
 
 
 def test_spans_for_host_loops() -> None:
