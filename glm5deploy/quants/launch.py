@@ -11,6 +11,7 @@ TOGETHER = frozenset({9, 10})  # major compute capabilities whose four warps mul
 DENSE_TOKENS = 65  # from here on, weights are unpacked to bf16 once and multiplied by cuBLAS
 PAIR_TOKENS = 16  # up to here, two weights of the same activations are one launch where they are asked for together
 SEARCH_PAIRS = 128  # up to here, programs find their expert's pairs themselves; a power of two
+MOST_PARTS = 8  # of K, for one tile; all are read at once to be added up
 PART_STEPS = 0.75  # what adding up the parts of one more program on every multiprocessor costs
 
 
@@ -32,6 +33,10 @@ class Launch:
     resident: int = 4
     late: bool = False
     registers: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.parts <= MOST_PARTS:
+            raise ValueError(f"{self.parts} parts of K; 1 to {MOST_PARTS} can be added up")
 
     @property
     def variant(self) -> tuple[int, ...]:
@@ -62,7 +67,7 @@ def _parts(c: Launch, programs: int, supers: int, processors: int) -> int:
         waves = -(-programs * parts // (processors * c.resident))
         return waves * -(-supers // parts) + PART_STEPS * programs * parts / processors
 
-    return min(range(1, min(8, supers) + 1), key=steps)
+    return min(range(1, min(MOST_PARTS, supers) + 1), key=steps)
 
 
 def linear_launch(m: int, n: int, supers: int, processors: int, together: bool = True) -> Launch:

@@ -6,14 +6,18 @@ the sum does not depend on timing. Letters: M tokens, N outputs, K inputs; BN, B
 """
 
 # Triton reads these functions: branches on constants need their else, comparisons their plain form.
+# ruff: noqa: RUF005
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from glm5deploy.quants.launch import MOST_PARTS as _MOST_PARTS
 from glm5deploy.quants.scales import DENSE, group_scale, group_tiles, has_minimum, load_scales
 from glm5deploy.quants.tile_product import add_super, load_x
 from glm5deploy.quants.unpack import excess, load_codes, weight_tile
+
+MOST_PARTS = tl.constexpr(_MOST_PARTS)
 
 
 @triton.jit
@@ -29,10 +33,13 @@ def arrive(ticket, ARRIVALS):
 
 @triton.jit
 def add_parts(at, stride, ok, PARTS):
-    """Sum of the parts stored at ``at`` + part * stride, in order."""
-    total = tl.load(at, mask=ok, other=0.0, cache_modifier=".cg")
-    for p in range(1, PARTS):
-        total += tl.load(at + p * stride, mask=ok, other=0.0, cache_modifier=".cg")
+    """Sum of the at most MOST_PARTS parts stored at ``at`` + part * stride, in order; all are asked for at once."""
+    parts = ()
+    for p in tl.static_range(MOST_PARTS):
+        parts = parts + (tl.load(at + p * stride, mask=ok & (p < PARTS), other=0.0, cache_modifier=".cg"),)
+    total = parts[0]
+    for p in tl.static_range(1, MOST_PARTS):
+        total += parts[p]
     return total
 
 
