@@ -21,6 +21,12 @@ PARTS, WARPS = 8, 8
 
 
 @triton.jit
+def rounded_sum(a, b):
+    """Of two halves an addition in their own type to the compiler, which rounds alike."""
+    return (a.to(tl.float32) + b.to(tl.float32)).to(a.dtype)
+
+
+@triton.jit
 def add_norm_kernel(
     x,  # [T, N]
     residual,  # [T, N]
@@ -47,10 +53,10 @@ def add_norm_kernel(
     b_weight = tl.load(weight + o_n, mask=m_n, other=0.0, volatile=True)  # [BN]
     b_all = tl.load(x + i_row + o_a, mask=m_a, other=0.0, volatile=True)  # [BR, BC]
     if ADD:
-        b_all += tl.load(residual + i_row + o_a, mask=m_a, other=0.0, volatile=True)
+        b_all = rounded_sum(b_all, tl.load(residual + i_row + o_a, mask=m_a, other=0.0, volatile=True))
     b_own = tl.load(x + i_row + o_n, mask=m_n, other=0.0, volatile=True)  # [BN]
     if ADD:
-        b_own += tl.load(residual + i_row + o_n, mask=m_n, other=0.0, volatile=True)
+        b_own = rounded_sum(b_own, tl.load(residual + i_row + o_n, mask=m_n, other=0.0, volatile=True))
         tl.store(sum_out + i_row + o_n, b_own, mask=m_n)
     b_wide = b_all.to(tl.float32)
     b_mean = tl.div_rn(tl.sum(tl.sum(b_wide * b_wide, axis=0), axis=0), 1.0 * N)
