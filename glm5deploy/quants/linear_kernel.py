@@ -34,9 +34,10 @@ def arrive(ticket, ARRIVALS):
 @triton.jit
 def add_parts(at, stride, ok, PARTS):
     """Sum of the at most MOST_PARTS parts stored at ``at`` + part * stride, in order; all are asked for at once."""
+    count = tl.where(ok, PARTS, 0)
     parts = ()
     for p in tl.static_range(MOST_PARTS):
-        parts = parts + (tl.load(at + p * stride, mask=ok & (p < PARTS), other=0.0, cache_modifier=".cg"),)
+        parts = parts + (tl.load(at + p * stride, mask=count > p, other=0.0, cache_modifier=".cg"),)
     total = parts[0]
     for p in tl.static_range(1, MOST_PARTS):
         total += parts[p]
