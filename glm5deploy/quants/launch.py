@@ -12,7 +12,8 @@ DENSE_TOKENS = 65  # from here on, weights are unpacked to bf16 once and multipl
 PAIR_TOKENS = 16  # up to here, two weights of the same activations are one launch where they are asked for together
 SEARCH_PAIRS = 128  # up to here, programs find their expert's pairs themselves; a power of two
 MOST_PARTS = 8  # of K, for one tile; all are read at once to be added up
-PART_STEPS = 0.75  # what adding up the parts of one more program on every multiprocessor costs
+# What one more program that splits K costs a multiprocessor, in super-blocks: linear weights, experts
+LINEAR_PART, EXPERT_PART = 1.25, 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,42 +54,42 @@ FEW_WIDE = Launch(64, 8, warps=2)
 FEW_ALONE = Launch(32, 8, warps=1, resident=12)  # a warp to itself: best where programs are many
 FEW_SPREAD = Launch(32, 8, warps=2, resident=8)  # best where they are few
 SOME = Launch(64, 16, warps=2)
+SOME_SPREAD = Launch(32, 16, warps=2)
 SOME_ALONE = Launch(32, 16, warps=1, resident=8)
 MANY = Launch(64, 32, resident=3)
 # Of weights of many rows (measured at 19,360, the output head on one of eight ranks).
-LONG_FEW = Launch(32, 8, warps=1, stages=2, resident=19, late=True)
-LONG_SOME = Launch(64, 16, warps=2, stages=2, resident=9, late=True, registers=112)
+LONG_FEW = Launch(32, 8, parts=3, warps=1, stages=2, resident=19, late=True)
+LONG_SOME = Launch(64, 16, parts=3, warps=2, stages=2, resident=9, late=True, registers=112)
 
 
-def _parts(c: Launch, programs: int, supers: int, processors: int) -> int:
-    """Parts of K after which the last program ends soonest, the adding of parts included."""
+def _split(c: Launch, programs: int, supers: int, processors: int, part: float) -> Launch:
+    """``c`` with the parts of K after which the busiest multiprocessor ends soonest; ``part``: see LINEAR_PART."""
 
     def steps(parts: int) -> float:
         waves = -(-programs * parts // (processors * c.resident))
-        return waves * -(-supers // parts) + PART_STEPS * programs * parts / processors
+        return waves * -(-supers // parts) + part * -(-programs * parts // processors)
 
-    return min(range(1, min(MOST_PARTS, supers) + 1), key=steps)
+    return replace(c, parts=min(range(1, min(MOST_PARTS, supers) + 1), key=steps))
 
 
 def linear_launch(m: int, n: int, supers: int, processors: int, together: bool = True) -> Launch:
     """For y[m, n] with ``supers`` super-blocks along K."""
-    long = n > 64 * processors
-    few = LONG_FEW if long else FEW_ALONE if n > 32 * processors else FEW_SPREAD
-    c = few if m <= 8 else MANY if m > 16 and together else LONG_SOME if long and m <= 16 else SOME
-    return replace(c, parts=_parts(c, -(-m // c.bm) * -(-n // c.bn), supers, processors))
+    if n > 64 * processors and m <= 16:
+        c = LONG_FEW if m <= 8 else LONG_SOME
+        return replace(c, parts=min(c.parts, supers))
+    few = FEW_ALONE if n > 12 * processors else FEW_SPREAD
+    some = SOME if n > 16 * processors else SOME_SPREAD
+    c = few if m <= 8 else MANY if m > 16 and together else some
+    return _split(c, -(-m // c.bm) * -(-n // c.bn), supers, processors, LINEAR_PART)
 
 
 def pair_launch(m: int, n: int, supers: int, processors: int) -> Launch | None:
-    """For two weights of ``n`` rows together; None where they are launches of their own.
-
-    With more programs at a time than a weight alone has, fewer parts are best: 6 for 8 with GLM-5's q_a and kv_a.
-    """
+    """For two weights of ``n`` rows together; None where they are launches of their own."""
     if m > PAIR_TOKENS:
         return None
     few = FEW_ALONE if n > 32 * processors else FEW_SPREAD
     c = few if m <= 8 else SOME
-    parts = _parts(c, -(-m // c.bm) * -(-n // c.bn), supers, processors)
-    return replace(c, parts=max(1, 3 * parts // 4))
+    return _split(c, -(-m // c.bm) * -(-n // c.bn), supers, processors, LINEAR_PART)
 
 
 def gate_up_launch(pairs: int, experts: int, n: int, supers: int, processors: int) -> Launch:
@@ -97,7 +98,7 @@ def gate_up_launch(pairs: int, experts: int, n: int, supers: int, processors: in
         return FEW_WIDE if pairs <= 8 * experts else SOME_ALONE
     active = min(pairs, experts)
     c = FEW_ALONE if active * n > 32 * processors else FEW_SPREAD
-    return replace(c, parts=_parts(c, active * -(-n // c.bn), supers, processors))
+    return _split(c, active * -(-n // c.bn), supers, processors, EXPERT_PART)
 
 
 def down_launch(pairs: int, experts: int, n: int, processors: int) -> Launch:

@@ -51,10 +51,12 @@ def _gpu() -> int:
 
 def linear_variants(weights: Weights, rows: tuple[int, ...], tokens: int) -> dict[str, Launch | None]:
     """For weights of ``rows`` rows; None is two launches for two weights."""
-    both = launch.linear_launch(tokens, sum(rows), weights[0].supers, _gpu())
     if len(weights) == 1:
-        return {"table": both}
-    fewer, more = max(1, both.parts - 2), both.parts + 2
+        return {"table": launch.linear_launch(tokens, sum(rows), weights[0].supers, _gpu())}
+    both = launch.pair_launch(tokens, sum(rows), weights[0].supers, _gpu())
+    if both is None:
+        return {"two launches": None}
+    fewer, more = max(1, both.parts - 2), min(launch.MOST_PARTS, both.parts + 2)
     others = {f"one launch, {parts} parts": replace(both, parts=parts) for parts in (fewer, more)}
     return {"two launches": None, "one launch": both} | others
 
