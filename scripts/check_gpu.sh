@@ -30,9 +30,8 @@ tune 720 - launch parameters measured for both caches, then random steps with th
 install 400 vllm install --tune from end to end, and a server that launches what it measured
 quantised 600 vllm products as the engine calls them, loading; two ranks, which share the GPU where there is but one
 long 600 vllm contexts of 2,047 to 131,072 tokens, beside vLLM's own attention
-unfused 480 vllm the stack with vLLM's own launches before attention
-norms 480 vllm the stack with the norms between parts of a layer as well
-experts 480 vllm the stack with fewer launches around experts, behind attention and before index scores as well
+unfused 480 vllm the stack with vLLM's own launches wherever ours can stand in for them
+norms 480 vllm the stack with vLLM's own launches around experts, behind attention and before index scores
 launches 180 - single launches of a layer, each beside those it stands for
 decode 400 - a decoded token's products with other launches
 selection 400 - every way of selecting the top k
@@ -97,7 +96,6 @@ run() {
     stack) stack ;;
     unfused) stack --vllm=--additional-config --vllm='{"glm5_fusion": "off"}' ;;
     norms) stack --vllm=--additional-config --vllm='{"glm5_fusion": "norms"}' ;;
-    experts) stack --vllm=--additional-config --vllm='{"glm5_fusion": "experts"}' ;;
     launches)
       tests tests/quants/test_gpu_sum.py tests/kernels/test_gpu_step_launches.py tests/kernels/test_gpu_layer_input.py \
         tests/kernels/test_gpu_add_norm.py tests/kernels/test_gpu_row_product.py tests/kernels/test_gpu_step_tokens.py ;;

@@ -18,7 +18,7 @@ MODEL_CLASS = "glm5deploy.vllm_plugin.model:Glm5ForCausalLM"
 BLOCK_SIZE = 64  # tokens a cache block
 FUSION = "glm5_fusion"  # of vLLM's additional configuration; see latent_attention.py, norms.py, metadata.py, experts.py
 FUSIONS = ("off", "latent", "query", "norms", "experts")  # each includes those before it
-DEFAULT_FUSION = "query"
+DEFAULT_FUSION = "experts"
 # What every GLM-5 has, and vLLM takes to be something else where config.json is silent.
 GLM = {"indexer_rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 

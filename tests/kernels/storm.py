@@ -18,7 +18,7 @@ from glm5deploy.kernels import tuning
 from glm5deploy.kernels.compile_counter import Prepared, serving_begins
 from glm5deploy.kernels.prepare import prepare
 from glm5deploy.kernels.warmup import Serving, launches
-from tests.kernels.launch_keys import BLOCK, LONG, step
+from tests.kernels.launch_keys import BLOCK, FUSED, LONG, step
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     chosen = parser.parse_args()
     device = torch.device("cuda", 0)
-    serving = Serving(8, 32, 2048, 2048, LONG, BLOCK, packed=chosen.packed, max_next_n=3)
+    serving = Serving(8, 32, 2048, 2048, LONG, BLOCK, packed=chosen.packed, max_next_n=3, **FUSED)
     found = prepare(launches(serving, device), device)
     late: list[Prepared] = []
     serving_begins(late.append)

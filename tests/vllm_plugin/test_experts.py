@@ -71,6 +71,6 @@ def test_code_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_levels_include_those_before_them() -> None:
-    assert (FUSIONS[0], DEFAULT_FUSION) == ("off", "query")
+    assert (FUSIONS[0], DEFAULT_FUSION) == ("off", "experts")
     assert [reaches("experts", level) for level in FUSIONS] == [True] * len(FUSIONS)
     assert not reaches("query", "experts")

@@ -95,7 +95,9 @@ def test_code_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     replaced.unknown.cache_clear()
 
 
-@pytest.mark.parametrize(("settings", "chosen"), [({}, "query"), ({"glm5_fusion": "off"}, "off"), (object(), "query")])
+@pytest.mark.parametrize(
+    ("settings", "chosen"), [({}, "experts"), ({"glm5_fusion": "off"}, "off"), (object(), "experts")]
+)
 def test_the_setting(settings: Any, chosen: str) -> None:
     assert fusion(SimpleNamespace(additional_config=settings)) == chosen
 
