@@ -53,6 +53,7 @@ class Launch:
 FEW_WIDE = Launch(64, 8, warps=2)
 FEW_ALONE = Launch(32, 8, warps=1, resident=12)  # a warp to itself: best where programs are many
 FEW_SPREAD = Launch(32, 8, warps=2, resident=8)  # best where they are few
+ONE_ALONE = Launch(16, 8, warps=1)  # of many short rows for one token: no parts to add up
 SOME = Launch(64, 16, warps=2)
 SOME_SPREAD = Launch(32, 16, warps=2)
 SOME_ALONE = Launch(32, 16, warps=1, resident=8)
@@ -77,6 +78,8 @@ def linear_launch(m: int, n: int, supers: int, processors: int, together: bool =
     if n > 64 * processors and m <= 16:
         c = LONG_FEW if m <= 8 else LONG_SOME
         return replace(c, parts=min(c.parts, supers))
+    if m == 1 and n > 32 * processors and supers <= 8:
+        return ONE_ALONE
     few = FEW_ALONE if n > 12 * processors else FEW_SPREAD
     some = SOME if n > 16 * processors else SOME_SPREAD
     c = few if m <= 8 else MANY if m > 16 and together else some
@@ -103,6 +106,8 @@ def gate_up_launch(pairs: int, experts: int, n: int, supers: int, processors: in
 
 def down_launch(pairs: int, experts: int, n: int, processors: int) -> Launch:
     """For the second product of the same pairs: ``n`` outputs. Sorted pairs have the tile of tokens of the first."""
+    if pairs * n <= 512 * processors:  # one token of GLM-5
+        return replace(FEW_ALONE, tiles=max(1, round(pairs * n / (FEW_ALONE.bn * 4 * processors))))
     c = FEW_WIDE if pairs <= max(8 * experts, SEARCH_PAIRS) else SOME
     tiles = round(min(pairs, experts) * -(-n // c.bn) / (5.5 * processors))
     return replace(c, tiles=max(1, min(tiles, 8 if pairs <= 4 * experts else 768 // c.bn)))

@@ -27,7 +27,6 @@ _FILES = {
     "linear_kernel": LINEAR,
     "unpack": LINEAR,
     "moe_kernel": MOE,
-    "router": ROUTER,
     "sparse_mla": ATTENTION,
     "sparse_mla_hopper": ATTENTION,
     "indexer_logits": LOGITS,
@@ -44,6 +43,9 @@ _FILES = {
     "value_output": GEMM,
     "index_input": CACHES,
     "slots": CACHES,
+    "step_tokens": CACHES,
+    "add_norm": SMALL,
+    "row_product": GEMM,
 }
 # Everybody else's, first match counts.
 _PATTERNS = (

@@ -23,6 +23,7 @@ from glm5deploy.quants.formats import FORMATS
 
 # A case: kernel, its formats, and the launch that products.py would choose on a GPU of 132 multiprocessors
 PROCESSORS = 132
+LINEAR = {"linear": (2624, 24), "short": (512, 24), "long": (19360, 24), "one": (6144, 8)}  # rows, super-blocks
 ELEMENTS = {1: "*i16", 2: "*i16", 4: "*i16", 8: "*i16", 16: "*bf16"}
 POINTERS = {"x", "y", "hidden", "out", "terms", "parts", "tickets", "ids", "order", "work", "weights"}
 
@@ -46,7 +47,7 @@ def planes_signature(names: tuple[str, ...], type_name: str) -> dict[str, str]:
 
 
 def compile_case(case: str, capability: int) -> dict[str, Any]:
-    """Case names: linear, long (many rows) and down:TYPE:TOKENS, pair and gate_up:TYPE,TYPE:TOKENS, dense:TYPE:0."""
+    """Case names: one of LINEAR and down:TYPE:TOKENS, pair and gate_up:TYPE,TYPE:TOKENS, dense:TYPE:0."""
     kind, types, count = case.split(":")
     names, tokens = types.split(","), int(count)
     together = capability // 10 in launch.TOGETHER
@@ -65,8 +66,8 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
     )
     four = ("low", "high", "words", "halves")
     constants: dict[str, Any] = {"EVEN": True, "PTX": True}
-    if kind in ("linear", "long"):
-        c = launch.linear_launch(tokens, 2048 if kind == "linear" else 19360, 24, PROCESSORS, together)
+    if kind in LINEAR:
+        c = launch.linear_launch(tokens, *LINEAR[kind], PROCESSORS, together)
         kernel, planes = linear_kernel.linear_kernel, planes_signature(four, names[0])
         constants |= {"FMT": kernel_format(FORMATS[names[0]]), "BM": c.bm, "STAGES": c.stages}
     elif kind == "pair":
