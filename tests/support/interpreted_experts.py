@@ -3,6 +3,7 @@
 The real model is built by the real loader, and the runner of a layer takes steps of few and of many tokens. Prints a
 JSON object: ``built`` is how runners are built here, ``steps`` has a record for each number of tokens (the largest
 relative ``error``, how many ``sums`` took the shared expert, ``watched``: the same while someone records choices),
+``ranks`` has how many sums over ranks vLLM's own runner and ours make of a step, and the ``error`` with them,
 ``obstacles`` says why changed layers would not be fused, ``compiled`` whether torch.compile takes the runner whole, and
 ``prepared`` names what warm-up launches. Kernels run under Triton's interpreter, so this is a process of its own.
 """
@@ -58,6 +59,34 @@ def steps(config: Any, runner: Any, launched: list[int]) -> list[dict[str, Any]]
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
+
+
+def over_ranks(config: Any, runner: Any) -> list[dict[str, Any]]:
+    """As one of two ranks, by tensor or expert parallelism, with a sum over ranks that gives three times its input."""
+    from vllm.model_executor.layers.fused_moe.runner import moe_runner
+
+    summed: list[int] = []
+
+    def thrice(part: torch.Tensor) -> torch.Tensor:
+        summed.append(len(part))
+        return 3 * part
+
+    plain, moe_runner.tensor_model_parallel_all_reduce = moe_runner.tensor_model_parallel_all_reduce, thrice
+    parallel, records = runner.moe_config.moe_parallel_config, []
+    for kind in ("tp_size", "ep_size"):
+        held = getattr(parallel, kind)
+        setattr(parallel, kind, 2)
+        for tokens in (3, 33):
+            x = torch.randn(tokens, runner.moe_config.hidden_dim, generator=torch.Generator().manual_seed(tokens))
+            outs, counts = [], []
+            for runner.fused in (False, True):
+                summed.clear()
+                outs.append(run(config, runner, x))
+                counts.append(summed.copy())
+            records.append({"kind": kind, "tokens": tokens, "sums": counts, "error": error(outs[1], outs[0])})
+        setattr(parallel, kind, held)
+    moe_runner.tensor_model_parallel_all_reduce = plain
+    return records
 
 
 def obstacles(runner: Any) -> list[str | None]:
@@ -132,6 +161,7 @@ def main() -> None:
             "built": [runner.fused for runner in runners],
             "obstacles": obstacles(runners[0]),
             "steps": steps(config, runners[0], launched),
+            "ranks": over_ranks(config, runners[0]),
             "compiled": compiled(config, runners[0]),
             "prepared": prepared(config, runners[0]),
         }

@@ -36,6 +36,19 @@ def test_a_layer_computes_what_vllms_own_runner_does(report: Any) -> None:
         assert record["watched"], record
 
 
+def test_ranks_are_summed_once_and_of_both_parts(report: Any) -> None:
+    """As vLLM's own runner does it: routed and shared experts together, once a step."""
+    assert [(record["kind"], record["tokens"]) for record in report["ranks"]] == [
+        ("tp_size", 3),
+        ("tp_size", 33),
+        ("ep_size", 3),
+        ("ep_size", 33),
+    ]
+    for record in report["ranks"]:
+        assert record["sums"] == [[record["tokens"]], [record["tokens"]]], record
+        assert record["error"] <= 2e-6, record
+
+
 def test_layers_are_fused_where_they_are_the_known_ones(report: Any) -> None:
     assert not any(report["built"]), "the CPU engine stays with vLLM's own runner"
     known, *changed = report["obstacles"]
