@@ -106,7 +106,7 @@ def gate_up_launch(pairs: int, experts: int, n: int, supers: int, processors: in
 
 def down_launch(pairs: int, experts: int, n: int, processors: int) -> Launch:
     """For the second product of the same pairs: ``n`` outputs. Sorted pairs have the tile of tokens of the first."""
-    if pairs * n <= 512 * processors:  # one token of GLM-5
+    if pairs <= SEARCH_PAIRS and pairs * n <= 512 * processors:  # one token of GLM-5
         return replace(FEW_ALONE, tiles=max(1, round(pairs * n / (FEW_ALONE.bn * 4 * processors))))
     c = FEW_WIDE if pairs <= max(8 * experts, SEARCH_PAIRS) else SOME
     tiles = round(min(pairs, experts) * -(-n // c.bn) / (5.5 * processors))

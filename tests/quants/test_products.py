@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glm5deploy.quants import counters, products, reference
+from glm5deploy.quants import counters, launch, products, reference
 from glm5deploy.quants.formats import FORMATS
 from glm5deploy.quants.launch import Launch
 from glm5deploy.quants.planes import Planes, repack
@@ -101,7 +101,7 @@ def test_pair(
     names: tuple[str, str], m: int, rows: tuple[int, int], columns: int, one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Side by side in a view; in one launch with every bit of two."""
-    monkeypatch.setattr(products.launch, "PAIR_TOKENS", 16 if one or m > 16 else 0)
+    monkeypatch.setattr(launch, "PAIR_TOKENS", 16 if one or m > 16 else 0)
     first, second = planes_of(names[0], rows[0], columns), planes_of(names[1], rows[1], columns, seed=7)
     x, end = tokens(m, columns), 4 + sum(rows)
     key = products.linear_pair_key(m, first, second, x.device)
@@ -161,7 +161,7 @@ MIXED = [("Q4_K", "Q4_K", "Q6_K"), ("Q5_K", "Q4_K", "Q8_0"), ("IQ2_XXS", "IQ2_XX
 @pytest.mark.parametrize("searched", [True, False], ids=["searched", "sorted"])
 def test_moe_mixed_types(names: tuple[str, str, str], searched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not searched:
-        monkeypatch.setattr(products.launch, "SEARCH_PAIRS", 0)
+        monkeypatch.setattr(launch, "SEARCH_PAIRS", 0)
     units = FORMATS[names[2]].block_elements
     gate, up = planes_of(names[0], units, 256, 3), planes_of(names[1], units, 256, 3, seed=50)
     down = planes_of(names[2], 70, units, 3, seed=90)
@@ -186,7 +186,7 @@ def test_moe_all_tokens_on_one_expert(
     experts: tuple[Planes, Planes, Planes], searched: bool, configs: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not searched:
-        monkeypatch.setattr(products.launch, "SEARCH_PAIRS", 0)
+        monkeypatch.setattr(launch, "SEARCH_PAIRS", 0)
     ids, weights = routing(37, 2, 5)
     ids[:, 0], ids[:, 1] = 3, torch.where(torch.arange(37, device=DEVICE) % 9 == 0, 1, 4)
     check_moe(*experts, tokens(37, 512), ids, weights, configs=configs)
@@ -197,7 +197,7 @@ def test_moe_experts_of_other_ranks_and_padding(
     experts: tuple[Planes, Planes, Planes], searched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not searched:
-        monkeypatch.setattr(products.launch, "SEARCH_PAIRS", 0)
+        monkeypatch.setattr(launch, "SEARCH_PAIRS", 0)
     ids, weights = routing(6, 3, 5)
     ids[0], ids[1, :2], ids[4, 1] = -1, -1, -1
     x = tokens(6, 512)
@@ -237,9 +237,18 @@ def test_moe_adds_what_is_computed_beside_it(experts: tuple[Planes, Planes, Plan
 def test_sorted_pairs_are_multiplied_by_the_tile_they_are_cut_for(
     experts: tuple[Planes, Planes, Planes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products.launch, "SEARCH_PAIRS", 0)
+    monkeypatch.setattr(launch, "SEARCH_PAIRS", 0)
     with pytest.raises(ValueError, match="cut for 16 tokens"):
         products.moe(tokens(3, 512), *experts, *routing(3, 2, 5), configs=(Launch(64, 16), Launch(64, 8)))
+
+
+@pytest.mark.parametrize("processors", [28, 82, 132, 188])
+@pytest.mark.parametrize("hidden", [256, 512, 6144])
+def test_the_table_cuts_sorted_pairs_for_both_products_alike(hidden: int, processors: int) -> None:
+    many = range(launch.SEARCH_PAIRS + 1, 2049)
+    for experts in (8, 16, 32, 256):
+        first = [launch.gate_up_launch(pairs, experts, 64, 1, processors).bm for pairs in many]
+        assert first == [launch.down_launch(pairs, experts, hidden, processors).bm for pairs in many]
 
 
 def test_keys_tell_apart_what_is_compiled_apart(experts: tuple[Planes, Planes, Planes]) -> None:
@@ -248,7 +257,7 @@ def test_keys_tell_apart_what_is_compiled_apart(experts: tuple[Planes, Planes, P
     linear = [products.linear_key(m, planes, device) for m in range(1, 400)]
     assert len(set(linear)) == 4  # tiles of 8, 16 and 32 tokens, and cuBLAS
     moe = [products.moe_key(m, *experts, 2, device) for m in range(1, 400)]
-    assert {key[2] for key in moe} == {1, products.launch.SEARCH_PAIRS, 0}  # one token, searched, sorted
+    assert {key[2] for key in moe} == {1, launch.SEARCH_PAIRS, 0}  # one token, searched, sorted
     assert {key[3] for key in moe} == {True}
     assert not products.moe_key(products.EXACT_TERMS, *experts, 2, device)[3]
 
