@@ -85,7 +85,7 @@ def reserve(serving: Serving, device: torch.device) -> Scratch:
 def _both(one: Serving, other: Serving) -> Serving:
     """What a target and its draft model need together; they share types and cache layout."""
     sizes = ["heads", "index_heads", "topk", "max_tokens", "max_length", "max_next_n"]
-    sizes += ["query_rank", "query_nope", "values", "index_at_once"]
+    sizes += ["query_rank", "query_nope", "width", "values", "index_at_once"]
     return replace(one, **{size: max(getattr(one, size), getattr(other, size)) for size in sizes})
 
 
