@@ -75,9 +75,8 @@ def _split(c: Launch, programs: int, supers: int, processors: int, part: float) 
 
 def linear_launch(m: int, n: int, supers: int, processors: int, together: bool = True) -> Launch:
     """For y[m, n] with ``supers`` super-blocks along K."""
-    if n > 64 * processors and m <= 16:
-        c = LONG_FEW if m <= 8 else LONG_SOME
-        return replace(c, parts=min(c.parts, supers))
+    if n > 64 * processors and supers > 8 and m <= 16:
+        return LONG_FEW if m <= 8 else LONG_SOME
     if m == 1 and n > 32 * processors and supers <= 8:
         return ONE_ALONE
     few = FEW_ALONE if n > 12 * processors else FEW_SPREAD

@@ -12,7 +12,8 @@ from tests.support.compiling import compiling
 # KiB of shared memory a program may have (CUDA programming guide, "Technical Specifications per Compute Capability")
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99}
 CASES = ("linear:Q4_K:64", "linear:Q4_K:16", "short:Q5_K:16", "one:Q5_K:1", "long:Q6_K:1", "long:Q6_K:16")
-CASES += ("pair:Q5_K,Q8_0:1", "gate_up:Q5_K,Q4_K:64", "down:Q6_K:1", "down:Q6_K:2048")
+CASES += ("linear:Q6_K:1", "pair:Q5_K,Q8_0:1", "gate_up:Q5_K,Q4_K:1", "gate_up:Q5_K,Q4_K:64", "down:Q6_K:1")
+CASES += ("down:Q6_K:2048",)
 # One type of each way to store codes and scales; the first GPU with everything the kernels use compiles them all.
 TYPES = ("Q4_0", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K", "IQ4_XS", "MXFP4", "IQ3_S", "IQ2_S", "IQ2_XXS", "BF16")
 # Bytes of stack a thread: hardly any for tiles of 8 tokens; those of 16 hold a super-block's activations in registers
