@@ -84,7 +84,10 @@ def test_a_token_that_went_missing_counts_as_the_last_listed(parts: dict[str, Mo
 
 def test_a_server_that_has_ended_is_noticed(parts: dict[str, ModuleType]) -> None:
     """Its own child, too, which nobody has waited for and which psutil therefore still finds."""
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()  # until then it may hold no memory of its own
     memory = parts["soak_watch"].Memory(psutil.Process(child.pid))
     memory.sample()
     assert memory.samples[0].rss > 1
@@ -97,11 +100,11 @@ def test_a_server_that_has_ended_is_noticed(parts: dict[str, ModuleType]) -> Non
 
 
 def test_figures_so_far_are_written(parts: dict[str, ModuleType], tmp_path: Path) -> None:
-    tally, seen = parts["soak_load"].Tally(tokens=50), parts["soak_watch"].Deviations(prompted=[0.1], decoded=[0.2])
+    tally, seen = parts["soak_load"].Tally(tokens=500), parts["soak_watch"].Deviations(prompted=[0.1], decoded=[0.2])
     tally.failures.append("short: status 500")
     memory, now = parts["soak_watch"].Memory(psutil.Process()), time.monotonic()
     memory.sample()
-    asyncio.run(parts["soak"].progress(tmp_path / "f.json", tally, seen, memory, now - 10, now + 0.05))
+    asyncio.run(parts["soak"].progress(tmp_path / "f.json", tally, seen, memory, now - 100, now + 2))
     figures = json.loads((tmp_path / "f.json").read_text())
     assert figures["unfinished"]
     assert figures["tokens/s"] == pytest.approx(5, rel=0.2)
