@@ -72,7 +72,7 @@ _scratch: dict[torch.device, Scratch] = {}
 
 def reserve(serving: Serving, device: torch.device) -> Scratch:
     """The device's scratch memory, made (or made larger) for ``serving``; called while models are built."""
-    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+    device = _indexed(device)
     held = _scratch.get(device)
     if held is None:
         readiness.begin(device)
@@ -91,7 +91,12 @@ def _both(one: Serving, other: Serving) -> Serving:
 
 def scratch(device: torch.device) -> Scratch:
     """What :func:`reserve` made for the device."""
-    return _scratch[device]
+    return _scratch[_indexed(device)]
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """The current GPU where a GPU is named without its number."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def profile(device: torch.device) -> None:

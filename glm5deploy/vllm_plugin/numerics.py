@@ -58,7 +58,7 @@ def check() -> dict[str, Any]:
     for queries in (MIXED, *DECODES):
         case = make_case(device, dtype, queries)
         selected = _select(case)
-        wrong = selection_errors(case, selected, TIE_E4M3 if _scored_in_e4m3(selected.device) else TIE)
+        wrong = selection_errors(case, selected, TIE_E4M3 if _scored_in_e4m3(device) else TIE)
         if wrong:
             raise DeployError(f"the indexer's selection differs from the reference in {wrong} rows", hint=_HINT)
         rows += len(selected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from glm5deploy.kernels.reference import quantise_fp8
@@ -45,3 +46,16 @@ def test_sm90s_sums_of_e4m3_products_are_ties_and_a_swapped_position_is_not() ->
     for row in wrong:
         row[-1] = next(position for position in range(numerics.CONTEXTS[0]) if position not in row.tolist())
     assert numerics.selection_errors(case, wrong, numerics.TIE_E4M3) == len(wrong)
+
+
+def test_scratch_memory_is_found_without_the_gpus_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM names a platform's device so; tensors have the number."""
+    from glm5deploy.vllm_plugin import device
+
+    held = object()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(device, "_scratch", {torch.device("cuda", 3): held})
+    assert device.scratch(torch.device("cuda")) is held
+    assert device.scratch(torch.device("cuda", 3)) is held
+    with pytest.raises(KeyError):
+        device.scratch(torch.device("cuda", 1))
