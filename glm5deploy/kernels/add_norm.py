@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from glm5deploy.kernels.layout import require
+from glm5deploy.kernels.layout import require, row_tile
 
 MOST_TOKENS = 32
 """Rows of a launch at most; more of them are worth a kernel that reads each row once."""
@@ -84,7 +84,7 @@ def add_norm(
     out = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     part = triton.cdiv(width, 8 * parts) * 8
-    columns = min(256 * warps, triton.next_power_of_2(width))
+    rows, columns = row_tile(width, warps)
     if tokens:
         add_norm_kernel[(tokens, triton.cdiv(width, part))](
             x,
@@ -95,7 +95,7 @@ def add_norm(
             eps,
             N=width,
             PART=part,
-            BR=triton.next_power_of_2(triton.cdiv(width, columns)),
+            BR=rows,
             BC=columns,
             BN=triton.next_power_of_2(part),
             ADD=residual is not None,

@@ -28,6 +28,12 @@ INDEX_ROPE_DIM = 64
 INDEX_KEY_BYTES = INDEX_DIM + 4
 
 
+def row_tile(width: int, warps: int) -> tuple[int, int]:
+    """Rows and columns, powers of two, of a tile that holds a row's ``width`` numbers: eight in a line for a thread."""
+    columns = min(256 * warps, 1 << (width - 1).bit_length())
+    return 1 << (-(-width // columns) - 1).bit_length(), columns
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ValueError with the message unless the condition holds: a kernel itself trusts its caller."""
     if not condition:

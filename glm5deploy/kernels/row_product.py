@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from glm5deploy.kernels.layout import require
+from glm5deploy.kernels.layout import require, row_tile
 
 MOST_TOKENS = 8
 """Rows of x at most: each program reads all of them."""
@@ -60,7 +60,7 @@ def row_product(x: torch.Tensor, weight: torch.Tensor, warps: int = WARPS) -> to
     require(x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype, "both contiguous, of one type")
     require(tokens <= MOST_TOKENS, f"at most {MOST_TOKENS} rows, not {tokens}")
     out = x.new_empty((tokens, outputs))
-    columns = min(256 * warps, triton.next_power_of_2(width))
+    rows, columns = row_tile(width, warps)
     if tokens:
         row_product_kernel[(triton.cdiv(outputs, 2),)](
             x,
@@ -70,7 +70,7 @@ def row_product(x: torch.Tensor, weight: torch.Tensor, warps: int = WARPS) -> to
             outputs,
             K=width,
             BT=triton.next_power_of_2(tokens),
-            BR=triton.next_power_of_2(triton.cdiv(width, columns)),
+            BR=rows,
             BC=columns,
             num_warps=warps,
         )

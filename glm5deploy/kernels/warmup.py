@@ -60,6 +60,11 @@ class Serving:
     values: int = 0  # values of a head where `sparse_mla_values` multiplies with W_UV
     index_at_once: bool = False  # index queries and keys come from `row_product` and `index_input`
 
+    def latent_block(self, device: torch.device) -> torch.Tensor:
+        """A block of the latent cache, [1, block_size, row]."""
+        width, dtype = (PACKED_ROW_BYTES, torch.uint8) if self.packed else (QK_DIM, self.dtype)
+        return torch.zeros((1, self.block_size, width), dtype=dtype, device=device)
+
 
 def launches(serving: Serving, device: torch.device) -> list[Launch]:
     """All of them, for :func:`glm5deploy.kernels.prepare.prepare`."""
@@ -90,8 +95,7 @@ def _attention(serving: Serving, device: torch.device) -> Iterator[Launch]:
 
 def _attend(serving: Serving, device: torch.device, tokens: int) -> None:
     heads, keys = serving.heads, serving.topk
-    width = PACKED_ROW_BYTES if serving.packed else QK_DIM
-    rows = torch.zeros((serving.block_size, width), dtype=_cache_type(serving), device=device)
+    rows = serving.latent_block(device)[0]
     q = tuple(
         torch.zeros((tokens, heads, dims), dtype=serving.dtype, device=device)
         for dims in (LATENT_DIM, QK_DIM - LATENT_DIM)
@@ -126,16 +130,11 @@ def _values(serving: Serving, device: torch.device) -> Iterator[Launch]:
             yield Launch(("values", *variant), partial(multiply, tokens, splits(tokens)))
 
 
-def _cache_type(serving: Serving) -> torch.dtype:
-    return torch.uint8 if serving.packed else serving.dtype
-
-
 def _cache(serving: Serving, device: torch.device) -> Iterator[Launch]:
     """Stores into both caches, and positions to slots, for either type of integers."""
 
     def store(slot_type: torch.dtype) -> None:
-        width = PACKED_ROW_BYTES if serving.packed else QK_DIM
-        latents = torch.zeros((1, serving.block_size, width), dtype=_cache_type(serving), device=device)
+        latents = serving.latent_block(device)
         values = torch.zeros((2, QK_DIM), dtype=serving.dtype, device=device)
         slots = torch.zeros(2, dtype=slot_type, device=device)
         store_latent(values[:, :LATENT_DIM].contiguous(), values[:, LATENT_DIM:].contiguous(), slots, latents)

@@ -11,7 +11,7 @@ import torch
 from glm5deploy.kernels import row_product
 from glm5deploy.kernels.add_norm import add_norm
 from glm5deploy.kernels.latent_input import latent_input
-from glm5deploy.kernels.layout import INDEX_DIM, LATENT_DIM, PACKED_ROW_BYTES, QK_DIM
+from glm5deploy.kernels.layout import INDEX_DIM, LATENT_DIM, QK_DIM
 from glm5deploy.kernels.prepare import Launch
 from glm5deploy.kernels.query_input import MOST_TOKENS, query_input
 from glm5deploy.kernels.step_tokens import step_tokens
@@ -34,12 +34,10 @@ def _inputs(serving: Serving, device: torch.device) -> Iterator[Launch]:
     angles = torch.zeros((1, QK_DIM - LATENT_DIM), dtype=serving.dtype, device=device)
 
     def latents() -> None:
-        width, cache_type = (PACKED_ROW_BYTES, torch.uint8) if serving.packed else (QK_DIM, serving.dtype)
-        cache = torch.zeros((1, serving.block_size, width), dtype=cache_type, device=device)
         x = torch.zeros((1, serving.query_rank + QK_DIM), dtype=serving.dtype, device=device)
         weights = torch.zeros(serving.query_rank + LATENT_DIM, dtype=serving.dtype, device=device)
         norms = weights[: serving.query_rank].clone(), weights[serving.query_rank :].clone()
-        latent_input(x, *norms, 1e-5, positions[:1], angles, positions[:1], cache)
+        latent_input(x, *norms, 1e-5, positions[:1], angles, positions[:1], serving.latent_block(device))
 
     def queries(tokens: int) -> None:
         width = serving.query_nope + QK_DIM - LATENT_DIM
