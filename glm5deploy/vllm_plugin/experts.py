@@ -81,9 +81,9 @@ class Glm5ExpertsRunner(MoERunner):
 
 def why_not(runner: Any) -> str | None:
     """What keeps fewer launches from standing in for vLLM's around experts that it has built, or None."""
-    unknown = replaced.unknown("experts")
+    unknown = replaced.obstacle("experts")
     if unknown:
-        return f"this vLLM's {', '.join(unknown)} is not the code that they replace"
+        return unknown
     config = runner.moe_config
     checks = {
         "experts are not of our kind": type(runner.routed_experts.quant_method) is Glm5MoeMethod,

@@ -73,9 +73,9 @@ class Glm5LatentAttention(MultiHeadLatentAttentionWrapper):
 
 def why_not(layer: Any) -> str | None:
     """What keeps the kernels from standing in for vLLM's operations in a layer that it has built, or None."""
-    unknown = replaced.unknown()
+    unknown = replaced.obstacle()
     if unknown:
-        return f"this vLLM's {', '.join(unknown)} is not the code that they replace"
+        return unknown
     rotary, norms = layer.rotary_emb, (layer.q_a_layernorm, layer.kv_a_layernorm)
     checks = {
         "attention runs on another backend": isinstance(layer.mla_attn.impl, Glm5SparseImpl),

@@ -49,9 +49,9 @@ class Glm5Norm(RMSNorm):
 
 def why_not(norm: Any, config: Any) -> str | None:
     """What keeps the kernel from standing in for vLLM's in a norm that it has built, or None."""
-    unknown = replaced.unknown("norms")
+    unknown = replaced.obstacle("norms")
     if unknown:
-        return f"this vLLM's {', '.join(unknown)} is not the code that they replace"
+        return unknown
     chosen = config.kernel_config.ir_op_priority
     checks = {
         "norms are of another kind": norm.has_weight

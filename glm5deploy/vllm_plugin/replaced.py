@@ -60,6 +60,12 @@ def unknown(part: str = "attention") -> tuple[str, ...]:
     return tuple(path for (module, path), digests in KNOWN[part].items() if _digest(module, path) not in digests)
 
 
+def obstacle(part: str = "attention") -> str | None:
+    """What :func:`unknown` names keeps a part from being replaced, in words; None where all code is known."""
+    names = unknown(part)
+    return f"this vLLM's {', '.join(names)} is not the code that they replace" if names else None
+
+
 def _digest(module: str, path: str) -> str | None:
     try:
         source = inspect.getsource(compat.resolve(module, path))
