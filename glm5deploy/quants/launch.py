@@ -59,8 +59,8 @@ SOME_SPREAD = Launch(32, 16, warps=2)
 SOME_ALONE = Launch(32, 16, warps=1, resident=8)
 MANY = Launch(64, 32, resident=3)
 # Of weights of many rows (measured at 19,360, the output head on one of eight ranks).
-LONG_FEW = Launch(32, 8, parts=3, warps=1, stages=2, resident=19, late=True)
-LONG_SOME = Launch(64, 16, parts=3, warps=2, stages=2, resident=9, late=True, registers=112)
+LONG_FEW = Launch(32, 8, parts=3, warps=1, stages=2, late=True)
+LONG_SOME = Launch(64, 16, parts=3, warps=2, stages=2, late=True, registers=112)
 
 
 def _split(c: Launch, programs: int, supers: int, processors: int, part: float) -> Launch:
