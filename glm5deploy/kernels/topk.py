@@ -44,7 +44,7 @@ def topk_variant(rows: int, max_length: int, k: int, stride: int, of: Gpu) -> tu
     parts, _ = config.parts(rows, width, of.multiprocessors)
     if parts == 1:
         return "stream", config.stream_warps, config.sample(width), 0
-    return "parts", config.merge(rows), config.sample(width), triton.next_power_of_2(parts)
+    return "parts", config.stream_warps, config.sample(width), triton.next_power_of_2(parts)
 
 
 def topk_workspace_elements(rows: int, max_length: int, k: int, config: TopkConfig | None = None) -> int:
@@ -57,8 +57,7 @@ def topk_workspace_elements(rows: int, max_length: int, k: int, config: TopkConf
         return 0
     # Pairs of int32: a row's list, those of its parts, and behind them a count for each part.
     lists = min(rows * MAX_PARTS, MOST_SHARED_ROWS)
-    held = max(rows * config.stream_warps, min(rows, MOST_SHARED_ROWS) * max(config.merge_warps))
-    return 2 * (WARP_COLUMNS * (held + lists * config.part_warps) + lists)
+    return 2 * (WARP_COLUMNS * (rows * config.stream_warps + lists * config.part_warps) + lists)
 
 
 def select_topk(
@@ -115,7 +114,7 @@ def select_topk(
         )
         return out
     parts, each = config.parts(rows, width, of.multiprocessors)
-    warps = config.stream_warps if parts == 1 else config.merge(rows)
+    warps = config.stream_warps
     require(k < WARP_COLUMNS * warps, f"k must be less than {WARP_COLUMNS * warps} with this configuration, got {k}")
     needed = topk_workspace_elements(rows, max_length, k, config)
     if workspace is None or workspace.numel() < needed:

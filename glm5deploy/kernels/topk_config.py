@@ -53,11 +53,9 @@ class TopkConfig:
     """Launches of the selection. A program that sorts by keys holds 512 columns a warp; lists are as long."""
 
     block_warps: tuple[int, ...] = (8, 16)  # a row that fits one of these is held by one program
-    stream_warps: int = 8  # one program a longer row
+    stream_warps: int = 8  # one program a longer row, or the one that selects from the lists of its parts
     part_warps: int = 8  # many programs a row
-    merge_warps: tuple[int, int] = (8, 16)  # the one that then selects from their lists, of few rows and of more
-    few_rows: int = 8  # with more of them, a list that overflows and makes all wait is likely
-    samples: tuple[int, ...] = (2048, 4096, 8192)  # columns that set the first threshold, for rows of up to 32 times
+    samples: tuple[int, int] = (4096, 8192)  # columns that set the first threshold, of rows up to 8 times the first
     per_sm: int = 2  # programs a multiprocessor is meant to hold: the number of parts follows from it
     spared: int = 3  # blocks of columns that parts must spare a program to be worth a second launch
     steps_columns: int = 0  # rows of up to so many are held by one program of `topk_steps` instead
@@ -81,16 +79,12 @@ class TopkConfig:
         each = triton.cdiv(blocks, max(1, min(MAX_PARTS, programs // max(1, rows))))
         return (triton.cdiv(blocks, each), each) if blocks - each >= self.spared else (1, blocks)
 
-    def merge(self, rows: int) -> int:
-        """Warps of the program that selects from the lists of a row's parts."""
-        return self.merge_warps[rows > self.few_rows]
-
     def sample(self, width: int) -> int:
         """Columns that set the threshold of a row of `width`."""
-        return next((sample for sample in self.samples if width <= 32 * sample), self.samples[-1])
+        return self.samples[width > 8 * self.samples[0]]
 
 
-_SHIPPED = {True: TopkConfig(steps_columns=STEPS_COLUMNS), False: TopkConfig(stream_warps=16, merge_warps=(16, 16))}
+_SHIPPED = {True: TopkConfig(steps_columns=STEPS_COLUMNS), False: TopkConfig(stream_warps=16)}
 # For k of at most 2048, both ways of which the first is put together: `scripts/bench_indexer.py --sweep` compares them.
 VARIANTS: dict[str, TopkConfig] = {"keys": TopkConfig(), "steps": TopkConfig(steps_columns=STEPS_COLUMNS)}
 

@@ -74,6 +74,9 @@ def compute(o: list[str], operands: list[str], value: Callable[[str, str], Array
             case "fma":
                 total = (a.astype(np.float64) * more[0] + more[1]).astype(np.float32)
                 return np.fmin(np.fmax(total, np.float32(0)), np.float32(1)) if "sat" in o else total
+            case "div" if kind[0] in "su":
+                wide, by = a.astype(np.int64), more[0].astype(np.int64)
+                return (np.abs(wide) // np.maximum(np.abs(by), 1) * np.sign(wide) * np.sign(by)).astype(a.dtype)
             case "div":
                 return a / more[0]
             case "sqrt":

@@ -15,7 +15,7 @@ from glm5deploy.kernels.tuning import Gpu
 from tests.kernels.topk_rows import POISON, awkward_rows
 
 # A program holds 512 columns, and the stand-in GPU four programs.
-SMALL = TopkConfig((1,), 1, 1, (1, 2), few_rows=8, samples=(64, 128), per_sm=8, spared=1)
+SMALL = TopkConfig((1,), 1, 1, samples=(128, 256), per_sm=8, spared=1)
 ONE_PROGRAM = replace(SMALL, spared=1000)
 LAUNCHES = {"parts": SMALL, "one program": ONE_PROGRAM}
 every_launch = pytest.mark.parametrize("config", LAUNCHES.values(), ids=LAUNCHES)
@@ -42,7 +42,7 @@ class Run:
         select_topk(logits, sizes, k, longest, out, self.scratch, first, config)
         assert torch.equal(out[:, :k], reference.select_topk(logits, sizes, k, first))
         assert (out[:, k:] == -77).all(), "columns past k are not the kernel's"
-        self.rows, self.longest, self.most = rows, longest, SMALL.merge(rows) * 512
+        self.rows, self.longest, self.most = rows, longest, SMALL.stream_warps * 512
 
     def copied(self) -> bool:
         """Whether anything was written where lists are joined."""
@@ -87,9 +87,9 @@ def test_rows_that_one_program_holds_may_start_anywhere() -> None:
 def hidden_from_the_sample(high: float, low: float) -> torch.Tensor:
     """A row whose sampled columns are around `high`, all others around `low`."""
     row = torch.randn(1, WIDTH) + low
-    groups = 128 // 8
+    groups, begins = SMALL.sample(WIDTH) // 8, WIDTH // 4 - 1
     for group in range(groups):
-        start = group * WIDTH // groups
+        start = group * begins // groups * 4
         row[0, start : start + 8] += high - low
     return row
 
@@ -160,11 +160,12 @@ def test_variants_and_scratch_for_every_launch() -> None:
     assert topk_variant(1, 4096, 2048, 4096, of) == ("block", 8, 0, 0)
     assert topk_variant(1, 4095, 2048, 4095, of) == ("block", 16, 0, 0)
     assert topk_variant(2048, 8192, 2048, 8192, of) == ("block", 16, 0, 0)
-    assert topk_variant(1, 8190, 2048, 8191, of) == ("stream", 8, 2048, 0)
-    assert topk_variant(1, 32_768, 2048, 32_768, of) == ("parts", 8, 2048, 8)
-    assert topk_variant(3, 100_000, 2048, 100_001, of) == ("parts", 8, 4096, 32)
-    assert topk_variant(64, 202_752, 2048, 202_752, of) == ("parts", 16, 8192, 4)
-    assert topk_variant(2048, 131_072, 2048, 131_072, of) == ("stream", 8, 4096, 0)
+    assert topk_variant(1, 8190, 2048, 8191, of) == ("stream", 8, 4096, 0)
+    assert topk_variant(1, 32_768, 2048, 32_768, of) == ("parts", 8, 4096, 8)
+    assert topk_variant(3, 100_000, 2048, 100_001, of) == ("parts", 8, 8192, 32)
+    assert topk_variant(64, 202_752, 2048, 202_752, of) == ("parts", 8, 8192, 4)
+    assert topk_variant(64, 202_752, 2049, 202_752, of) == ("parts", 16, 8192, 4)
+    assert topk_variant(2048, 131_072, 2048, 131_072, of) == ("stream", 8, 8192, 0)
     for k in (1, 2048, 2049, 4096):
         held = topk_workspace_elements(2048, 131_072, k)
         assert all(topk_workspace_elements(rows, 8193, k) <= held for rows in range(1, 2049))
@@ -189,4 +190,4 @@ def test_limits_are_named() -> None:
     with pytest.raises(ValueError, match="fp32"):
         select_topk(torch.zeros(1, 64).double(), lengths, 20, 64, out)
     with pytest.raises(ValueError, match="sample"):
-        replace(SMALL, samples=(64, 1024))
+        replace(SMALL, samples=(128, 1024))
