@@ -1,157 +1,190 @@
 """Runs a program of a compiled kernel from its PTX, and finds what a GPU would not forgive.
 
 Raised as AssertionError: memory outside the given tensors or the shared memory that the kernel asks for, shared memory
-that two warps touch between two barriers when one of them writes, and barriers or exchanges that some thread never
-comes to. Only the instructions that the
-selection kernels use are known.
+that two warps touch between two barriers when one of them writes, copies to shared memory that are touched before they
+were waited for or that others read before a barrier, and barriers or exchanges that some thread never comes to. Only
+the instructions that the tested kernels use are known. Registers that nothing was put into hold NaN.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 
 import numpy as np
 
+from tests.kernels import ptx_matrix
 from tests.kernels.ptx_arithmetic import TYPES, Array, compute
 from tests.kernels.ptx_memory import GIVEN, SHARED, Memory
+from tests.kernels.ptx_text import parse, registers_of
+
+NOTHING = 0x7FFF7FFF7FFF7FFF
 
 
 class Program:
     """A kernel's text, ready to run with `threads` threads and `shared` bytes that they share."""
 
     def __init__(self, text: str, threads: int, shared: int) -> None:
-        body = text[text.index("\n{") :]
-        body = re.sub(r"//.*", "", body)
-        self.labels: dict[str, int] = {}
-        self.code: list[tuple[str, str, list[str]]] = []
-        for line in re.split(r"[;\n]", re.sub(r"(?m)^\s*\{\s*$|^\s*\}\s*$", "", body)):
-            line = line.strip().removeprefix("{").strip()
-            if match := re.match(r"(\$\w+):$", line):
-                self.labels[match[1]] = len(self.code)
-            elif line and not line.startswith((".", "}")):
-                guard, operation, rest = re.match(r"(?:@(!?%?\w+)\s+)?(\S+)\s*(.*)", line).groups()  # type: ignore[union-attr]
-                operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
-                self.code.append((guard or "", operation, operands))
+        self.code, self.labels = parse(text)
         self.threads = threads
         self.shared = shared
-        self.executed = 0  # warp instructions
+        self.lane = np.arange(threads) % 32
+        self.warp = np.arange(threads) // 32
+        self.everyone = np.ones(threads, bool)
 
-    def run(self, program_id: int, parameters: list[int | Array], part: int = 0, parts: int = 1) -> None:
-        """Parameters are numbers, or int32 arrays that stand for pointers to them; part is the grid's second index."""
+    def run(self, place: Sequence[int], parameters: Sequence[int | Array], grid: Sequence[int] = ()) -> None:
+        """The program at a place in the grid. Parameters are numbers, or arrays that stand for pointers to them."""
         self.regs: dict[str, Array] = {}
-        self.lane = np.arange(self.threads) % 32
-        self.warp = np.arange(self.threads) // 32
-        same = {"%ctaid.x": program_id, "%ctaid.y": part, "%nctaid.y": parts}
-        self.special = {name: np.full(self.threads, number) for name, number in same.items()}
-        self.special["%tid.x"] = np.arange(self.threads)
+        same = {"global_smem": SHARED}
+        same |= {f"%ctaid.{axis}": number for axis, number in zip("xyz", place, strict=False)}
+        same |= {f"%nctaid.{axis}": number for axis, number in zip("xyz", grid, strict=False)}
+        self.known = {name: np.full(self.threads, number, np.uint64) for name, number in same.items()}
+        self.known["%tid.x"] = np.arange(self.threads, dtype=np.uint64)
         given = [p for p in parameters if isinstance(p, np.ndarray)]
         addresses = iter(range(GIVEN, GIVEN * (len(given) + 1), GIVEN))
         self.parameters = [next(addresses) if isinstance(p, np.ndarray) else p for p in parameters]
         self.memory = Memory(given, self.warp, self.shared)
-        pc = np.zeros(self.threads, np.int64)
-        waiting = np.zeros(self.threads, bool)
-        while len(self.code) > (here := int(np.where(waiting, len(self.code), pc).min())) or waiting.any():
+        self.waiting = np.zeros(self.threads, bool)
+        self.pc = np.zeros(self.threads, np.int64)
+        self.place = 0  # of all threads; -1 where they are in several
+        while self.place != len(self.code):
+            self.step()
+
+    def step(self) -> None:
+        """One instruction, of the threads that are furthest behind."""
+        here, mask = self.place, self.everyone
+        if here < 0:
+            here = int(np.where(self.waiting, len(self.code), self.pc).min())
             assert here < len(self.code), "threads wait for others that never come"
-            mask = pc == here
-            guard, operation, operands = self.code[here]
-            if operation.startswith(("bar", "shfl", "redux", "ldmatrix", "stmatrix")):
-                together = self.threads if operation.startswith("bar") else 32
+            mask = self.pc == here
+            if self.code[here].meeting != 1:
+                together = self.code[here].meeting or self.threads
                 complete = np.repeat(mask.reshape(-1, together).all(1), together)
-                waiting[mask] = ~complete[mask]
-                if not complete.any():
-                    continue
+                self.waiting[mask] = ~complete[mask]
                 mask = complete
-            active = mask
-            if guard:
-                taken = self.regs[guard.lstrip("!")].astype(bool)
-                active = mask & (~taken if guard.startswith("!") else taken)
-            self.executed += int(mask.reshape(-1, 32).any(1).sum())
-            pc[mask] += 1
-            if operation == "ret":
-                pc[active] = len(self.code)
-            elif operation.startswith("bra"):
-                pc[active] = self.labels[operands[0]]
-            elif active.any():
-                self.step(operation.split("."), operands, active)
+        instruction = self.code[here]
+        active = mask
+        if instruction.guard:
+            active = mask & (self.value(instruction.guard, "pred") ^ instruction.unless)
+        goes = instruction.name[0] in ("bra", "ret")
+        if not goes and active.any():
+            self.execute(list(instruction.name), instruction.operands, active)
+        if self.place >= 0 and not goes:
+            self.place += 1
+            return
+        self.pc[mask] = here + 1
+        if goes:
+            self.pc[active] = self.labels[instruction.operands[0]] if instruction.operands else len(self.code)
+        self.place = int(self.pc[0]) if (self.pc == self.pc[0]).all() and not self.waiting.any() else -1
 
     def value(self, operand: str, kind: str) -> Array:
-        dtype = TYPES[kind]
-        if operand.startswith(("%r", "%p", "%f")) or operand in self.regs:
-            word = self.regs.get(operand, np.zeros(self.threads, np.uint64))
-        elif operand in self.special:
-            word = self.special[operand].astype(np.uint64)
-        elif operand == "global_smem":
-            word = np.full(self.threads, SHARED, np.uint64)
-        else:
-            number = int(operand[2:], 16) if operand.startswith(("0f", "0F")) else int(operand.rstrip("U"), 0)
-            word = np.full(self.threads, number & (1 << 64) - 1, np.uint64)
-        unsigned = np.dtype(f"u{np.dtype(dtype).itemsize}")
-        return word.astype(np.uint64).astype(unsigned).view(dtype)
+        """An operand in every thread."""
+        word = self.regs.get(operand)
+        if word is None:
+            if operand not in self.known:
+                self.known[operand] = np.full(self.threads, number_of(operand) & (1 << 64) - 1, np.uint64)
+            word = self.known[operand]
+        if kind == "pred":
+            return word.astype(bool)
+        dtype = np.dtype(TYPES[kind])
+        if word.dtype == bool or word.itemsize != dtype.itemsize:
+            word = word.astype(f"u{dtype.itemsize}")
+        return word.view(dtype)
 
     def put(self, operand: str, values: Array, active: Array) -> None:
-        if values.dtype == bool:
-            bits = values.astype(np.uint64)
-        else:
-            bits = np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}").astype(np.uint64)
-        old = self.regs.get(operand, np.zeros(self.threads, np.uint64))
-        self.regs[operand] = np.where(active, bits, old)
+        """Values of every thread into the active ones' register."""
+        bits = values if values.dtype == bool else np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
+        if active is not self.everyone:
+            old = self.regs.get(operand, np.full(self.threads, NOTHING, np.uint64))
+            bits = np.where(active, bits, old.astype(bits.dtype))
+        self.regs[operand] = bits
+
+    def put_some(self, operand: str, values: Array, active: Array) -> None:
+        """Values of the active threads alone."""
+        whole = np.zeros(self.threads, values.dtype)
+        whole[active] = values
+        self.put(operand, whole, active)
 
     def address(self, operand: str) -> Array:
         base, _, offset = operand.strip("[] ").partition("+")
-        return self.value(base.strip(), "u64") + np.uint64(int(offset or 0))
+        return self.value(base.strip(), "u64") + np.uint64(int(offset or 0) & (1 << 64) - 1)
 
-    def move(self, store: bool, size: int, operands: list[str], active: Array) -> None:
-        """ld and st of one or more registers of `size` bytes."""
-        registers, place = (operands[1], operands[0]) if store else (operands[0], operands[1])
-        address = self.address(place)
-        for register in re.findall(r"[^{},\s]+", registers):
-            value = self.value(register, "u64") if store else np.zeros(self.threads, np.uint64)
-            for shift in range(0, 8 * size, 32):
-                array, index = self.memory.find(address, active, "write" if store else "read")
-                if store:
-                    array[index] = (value[active] >> np.uint64(shift)) & np.uint64(0xFFFFFFFF)
-                else:
-                    value[active] |= array[index].astype(np.uint64) << np.uint64(shift)
-                address = address + np.uint64(4)
-            if not store:
-                self.put(register, value, active)
+    def move(self, store: bool, kind: str, operands: tuple[str, ...], active: Array) -> None:
+        """ld and st of one or more registers."""
+        place, names = self.address(operands[not store]), registers_of(operands[store])
+        dtype = np.dtype(TYPES[kind])
+        if store:
+            data = np.stack([self.value(name, kind)[active] for name in names], 1)
+            self.memory.write(place, data.view(np.uint8), active)
+            return
+        data = self.memory.read(place, len(names) * dtype.itemsize, active).view(dtype)
+        for k, name in enumerate(names):
+            self.put_some(name, data[:, k].astype(np.int64) if kind[0] == "s" else data[:, k], active)
 
-    def move_own(self, store: bool, size: int, operands: list[str], active: Array) -> None:
+    def move_own(self, store: bool, kind: str, operands: tuple[str, ...], active: Array) -> None:
         """The same in a thread's own memory."""
         first = int(operands[not store].strip("[] ").partition("+")[2] or 0)
+        where = slice(first, first + np.dtype(TYPES[kind]).itemsize)
         if store:
-            value = self.value(operands[1], "u64")
-            for byte in range(size):
-                self.own[active, first + byte] = (value[active] >> np.uint64(8 * byte)) & np.uint64(255)
+            self.own[active, where] = self.value(operands[1], kind)[active, None].view(np.uint8)
+        else:
+            self.put(operands[0], np.ascontiguousarray(self.own[:, where]).view(TYPES[kind])[:, 0], active)
+
+    def move_matrices(self, o: list[str], operands: tuple[str, ...], active: Array) -> None:
+        """ldmatrix and stmatrix: a warp's first lanes have the rows' addresses."""
+        store = o[0] == "stmatrix"
+        place, names = self.address(operands[not store]), registers_of(operands[store])
+        rows = active & (self.lane < 8 * len(names))
+        if store:
+            data = [self.value(name, "u32")[active] for name in names]
+            self.memory.write(place, ptx_matrix.rows_of_registers(data, "trans" in o), rows)
             return
-        parts = [self.own[:, first + byte].astype(np.uint64) << np.uint64(8 * byte) for byte in range(size)]
-        self.put(operands[0], np.bitwise_or.reduce(parts), active)
+        data = self.memory.read(place, ptx_matrix.ROW, rows)
+        for name, found in zip(names, ptx_matrix.registers_of_rows(data, len(names), "trans" in o), strict=True):
+            self.put_some(name, found, active)
 
-    def move_matrix(self, store: bool, operands: list[str], active: Array) -> None:
-        """ldmatrix and stmatrix of one 8 x 8 matrix of 16 bits: lane i gives row i's address, row i / 4 is its own."""
-        rows = self.address(operands[not store])
-        address = rows[self.warp * 32 + self.lane // 4] + (4 * (self.lane % 4)).astype(np.uint64)
-        place = "[" + "%matrix" + "]"
-        self.regs["%matrix"] = address
-        register = operands[store].strip("{} ")
-        self.move(store, 4, [place, register] if store else [register, place], active)
+    def multiply(self, o: list[str], operands: tuple[str, ...], active: Array) -> None:
+        assert o[3:] == ["m16n8k16", "row", "col", "f32", "f16", "f16", "f32"]
+        d, a, b, c = (registers_of(x) for x in operands)
+        words = [[self.value(name, "u32")[active] for name in names] for names in (a, b)]
+        total = ptx_matrix.multiply(*words, [self.value(name, "f32")[active] for name in c])
+        for name, found in zip(d, total, strict=True):
+            self.put_some(name, found, active)
 
-    def exchange(self, o: list[str], operands: list[str], active: Array) -> Array:
+    def exchange(self, o: list[str], operands: tuple[str, ...], active: Array) -> None:
         """shfl and redux over whole warps."""
+        name, _, inside = operands[0].partition("|")
         values = self.value(operands[1], o[-1] if o[0] == "redux" else "s32")
         if o[0] == "redux":
             rows = values.reshape(-1, 32)
             reduced = {"add": rows.sum(1, dtype=rows.dtype), "max": rows.max(1), "min": rows.min(1)}[o[2]]
-            return np.repeat(reduced, 32)
+            self.put(name, np.repeat(reduced, 32), active)
+            return
         by = self.value(operands[2], "s32")
-        up = np.where(self.lane >= by, self.lane - by, self.lane)
-        source = {"bfly": self.lane ^ by, "up": up, "idx": by & 31}[o[2]]
-        return values[self.warp * 32 + source]
+        source = {"bfly": self.lane ^ by, "up": self.lane - by, "down": self.lane + by, "idx": by & 31}[o[2]]
+        there = (source >= 0) & (source < 32)
+        self.put(name, values[self.warp * 32 + np.where(there, source, self.lane)], active)
+        if inside:
+            self.put(inside, there, active)
 
-    def step(self, o: list[str], operands: list[str], active: Array) -> None:
+    def copy(self, o: list[str], operands: tuple[str, ...], active: Array) -> None:
+        """cp.async."""
+        match o[2]:
+            case "commit_group":
+                self.memory.commit(active)
+            case "wait_group":
+                self.memory.wait(int(operands[0], 0), active)
+            case _:
+                to, source = (self.address(x) for x in operands[:2])
+                counts = self.value(operands[3], "u32")
+                self.memory.copy(to, source, counts, int(operands[2], 0), active)
+
+    def execute(self, o: list[str], operands: tuple[str, ...], active: Array) -> None:
         kind = o[-1]
         match o[0]:
+            case "bar" | "barrier" if o[1] == "warp":
+                self.memory.meet_in_warps(active)
             case "bar" | "barrier":
+                assert operands == ("0",), "a barrier of some warps"
                 self.memory.meet()
             case "ld" if o[1] == "param":
                 number = self.parameters[int(operands[1].strip("[]").rpartition("_")[2])]
@@ -162,32 +195,41 @@ class Program:
                 self.own = np.zeros((self.threads, 64), np.uint8)
             case "ld" | "st":
                 move = self.move_own if "%SP" in "".join(operands) else self.move
-                move(o[0] == "st", TYPES[kind]().itemsize, operands, active)
+                move(o[0] == "st", kind, operands, active)
             case "ldmatrix" | "stmatrix":
-                self.move_matrix(o[0] == "stmatrix", operands, active)
+                self.move_matrices(o, operands, active)
+            case "mma":
+                self.multiply(o, operands, active)
+            case "cp":
+                self.copy(o, operands, active)
             case "mov" if "{" in "".join(operands):
-                self.pack(operands, 4 * TYPES[kind]().itemsize, active)
+                self.pack(operands, np.dtype(TYPES[kind]), active)
             case "red" | "atom":
                 place, by = operands[-2:]
-                array, index = self.memory.find(self.address(place), active, "atomic")
                 # An `inc` up to the largest number of all adds one.
-                np.add.at(array, index, np.uint32(1) if "inc" in o else self.value(by, "u32")[active])
+                numbers = np.ones(self.threads, np.uint32) if "inc" in o else self.value(by, kind)
+                before = self.memory.add(self.address(place), numbers[active], active)
+                if o[0] == "atom":
+                    self.put_some(operands[0], before, active)
             case "shfl" | "redux":
-                value, _, inside = operands[0].partition("|")
-                self.put(value, self.exchange(o, operands, active), active)
-                if inside:
-                    self.put(inside, self.lane >= self.value(operands[2], "s32"), active)
+                self.exchange(o, operands, active)
             case _:
                 self.put(operands[0], compute(o, operands[1:], self.value), active)
 
-    def pack(self, operands: list[str], half: int, active: Array) -> None:
-        """A register from two of `half` its bits, the low one first, or into them."""
-        mask, by = np.uint64((1 << half) - 1), np.uint64(half)
-        parts = re.findall(r"[^{},\s]+", operands["{" in operands[1]])
+    def pack(self, operands: tuple[str, ...], whole: np.dtype, active: Array) -> None:
+        """A register from two of half its bits, the low one first, or into them."""
+        half = f"b{4 * whole.itemsize}"
         if "{" in operands[1]:
-            low, high = (self.value(x, "u64") & mask for x in parts)
-            self.put(operands[0], low | high << by, active)
+            parts = [self.value(x, half) for x in registers_of(operands[1])]
+            self.put(operands[0], np.stack(parts, 1).view(whole)[:, 0], active)
             return
-        whole = self.value(operands[1], "u64")
-        for part, shift in zip(parts, (np.uint64(0), by), strict=True):
-            self.put(part, (whole >> shift) & mask, active)
+        parts = self.value(operands[1], f"b{8 * whole.itemsize}").view(TYPES[half]).reshape(-1, 2).T
+        for name, part in zip(registers_of(operands[0]), parts, strict=True):
+            self.put(name, part, active)
+
+
+def number_of(operand: str) -> int:
+    """A literal; registers that nothing was put into hold NaN."""
+    if operand.startswith("%") or "@" in operand:
+        return NOTHING
+    return int(operand[2:], 16) if operand.startswith(("0f", "0F")) else int(operand.rstrip("U"), 0)

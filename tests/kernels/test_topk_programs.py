@@ -43,17 +43,17 @@ ret;
 
 def test_programs_exchange_through_shared_memory() -> None:
     out = np.zeros(64, np.int32)
-    Program(EXCHANGE.replace("BARRIER", "bar.sync 0"), 64, 256).run(0, [out])
+    Program(EXCHANGE.replace("BARRIER", "bar.sync 0"), 64, 256).run((0,), [out])
     assert (out == np.arange(64) ^ 32).all()
 
 
 def test_a_missing_barrier_and_memory_of_others_are_noticed() -> None:
     with pytest.raises(AssertionError, match="without a barrier"):
-        Program(EXCHANGE.replace("BARRIER;", ""), 64, 256).run(0, [np.zeros(64, np.int32)])
+        Program(EXCHANGE.replace("BARRIER;", ""), 64, 256).run((0,), [np.zeros(64, np.int32)])
     with pytest.raises(AssertionError, match="outside of parameter 1"):
-        Program(EXCHANGE.replace("BARRIER", "bar.sync 0"), 64, 256).run(0, [np.zeros(63, np.int32)])
+        Program(EXCHANGE.replace("BARRIER", "bar.sync 0"), 64, 256).run((0,), [np.zeros(63, np.int32)])
     with pytest.raises(AssertionError, match="outside of shared memory"):
-        Program(EXCHANGE.replace("BARRIER", "bar.sync 0"), 64, 252).run(0, [np.zeros(64, np.int32)])
+        Program(EXCHANGE.replace("BARRIER", "bar.sync 0"), 64, 252).run((0,), [np.zeros(64, np.int32)])
 
 
 PACK = """
@@ -77,7 +77,7 @@ ret;
 
 def test_registers_are_packed_from_halves_and_taken_apart() -> None:
     out = np.zeros((32, 4), np.uint32)
-    Program(PACK, 32, 0).run(0, [out])
+    Program(PACK, 32, 0).run((0,), [out])
     low = np.arange(32)
     high = (low + 65535) & 0xFFFF
     assert (out[:, 0] == (low | high << 16)).all()

@@ -39,14 +39,14 @@ class Built:
     def run(self, row: int, numbers: list[Any], out: Any, k: int, strides: list[int]) -> bool:
         """Select from a row; `numbers` are logits, starts and lengths. Whether lists of parts were copied for it."""
         if self.first is None:
-            self.program.run(row, [*numbers, out, k, *strides])
+            self.program.run((row,), [*numbers, out, k, *strides])
             return False
         entries = self.columns // PARTS
         rows = row + 1
         counts, lists, held = (np.full(2 * rows * n, POISON, np.int32) for n in (PARTS, PARTS * entries, entries))
         for part in range(PARTS):
-            self.first.run(row, [*numbers, counts, lists, k, 1, strides[0]], part, PARTS)
-        self.program.run(row, [*numbers, counts, lists, held, out, k, PARTS, *strides])
+            self.first.run((row, part), [*numbers, counts, lists, k, 1, strides[0]], (rows, PARTS))
+        self.program.run((row,), [*numbers, counts, lists, held, out, k, PARTS, *strides])
         return bool((held != POISON).any())
 
 
