@@ -100,7 +100,7 @@ def select_topk(
             GROUPS=steps.groups,
             LOG_BINS=steps.log_bins,
             num_warps=steps.warps,
-            maxnreg=steps.registers,
+            maxnreg=BLOCK_REGISTERS,
         )
         return out
     if warps := config.block(width):

@@ -32,7 +32,6 @@ class Steps:
 
     warps: int
     groups: int  # of 128 columns that a warp holds
-    registers: int | None  # a thread may use, None for any number
     log_bins: int = 7
 
     def __post_init__(self) -> None:
@@ -45,7 +44,7 @@ class Steps:
 
 
 # The first one that a row fits is taken.
-STEPS = (Steps(8, 4, 64), Steps(16, 4, 64), Steps(16, 8, None))
+STEPS = (Steps(8, 4), Steps(16, 4), Steps(16, 8))
 
 
 @dataclass(frozen=True, slots=True)

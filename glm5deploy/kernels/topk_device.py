@@ -101,6 +101,38 @@ def kth_key(b_key, high, least, k, slack, LOG_BINS: tl.constexpr):
 
 
 @triton.jit
+def sample_threshold(p_row, before, width, k, SAMPLE: tl.constexpr):
+    """A key that more than k of the `width` columns behind `before` very likely reach, or LEAST_KEY; width > k, 12.
+
+    Looks at SAMPLE columns, eight neighbours at a time (a sector of memory), spread evenly over the row. Of four that
+    are a quarter of the row apart only the best is counted: a quarter of the work, for nearly the same certainty.
+    """
+    BEST: tl.constexpr = SAMPLE // 4
+    GROUPS: tl.constexpr = SAMPLE // 8
+    first = tl.multiple_of((before + 3) // 4 * 4, 4)
+    begins = (before + width - first) // 4 - 1  # where eight neighbours may begin, at whole 16 bytes
+    each = begins // GROUPS
+    rest = begins % GROUPS
+    o_s = tl.arange(0, BEST)
+    b_x = tl.full([BEST], float("-inf"), tl.float32)
+    for quarter in tl.static_range(4):
+        b_group = o_s // 8 + quarter * (GROUPS // 4)
+        b_begin = first + (b_group * each + b_group * rest // GROUPS) * 4
+        b_x = tl.maximum(b_x, tl.load(p_row + b_begin + o_s % 8))
+    # So many of them are expected to reach the k-th best; 4.25 standard deviations more for chance, and for likeness of
+    # neighbours.
+    less = 1.0 - k.to(tl.float32) / width
+    less = less * less * (less * less)
+    mean = BEST * (1.0 - less)
+    rank = (mean + 4.25 * tl.sqrt(mean * less)).to(tl.int32) + 4
+    least = tl.full((), LEAST_KEY, tl.int32)
+    if rank < BEST:
+        most = tl.full((), MOST_KEY, tl.int32)
+        least, _above = kth_key(ordered_key(b_x), most, least, rank, rank // 16, LOG_BINS=8)
+    return least
+
+
+@triton.jit
 def exclusive_count(b_flag, WARPS: tl.constexpr):
     """Ones before each element of a block of ones and zeros, in column order, and how many there are in all."""
     o_r = tl.arange(0, 4)

@@ -143,17 +143,17 @@ def find_bin(b_bin, m_bin, above, k, WARPS: gl.constexpr, LOG_BINS: gl.constexpr
 
 
 @gluon.jit
-def ends(b_key, m_key):
-    """The least and the largest of the uint32 keys that m_key names, of which there are some."""
-    least = gl.min(gl.ravel(gl.where(m_key, b_key, 0xFFFFFFFF)), axis=0)
-    return least, gl.max(gl.ravel(gl.where(m_key, b_key, 0)), axis=0)
+def ends(b_x, m_x):
+    """The least and the largest of the numbers that m_x names."""
+    least = gl.min(gl.ravel(gl.where(m_x, b_x, float("inf"))), axis=0)
+    return least, gl.max(gl.ravel(gl.where(m_x, b_x, float("-inf"))), axis=0)
 
 
 @gluon.jit
-def rank(b_flag, totals, WARPS: gl.constexpr, GROUPS: gl.constexpr):
-    """Of each one among ones and zeros in the order of `places`, how many ones there are up to it.
+def ones_before(b_flag, totals, WARPS: gl.constexpr, GROUPS: gl.constexpr):
+    """How many of the ones and zeros b_flag, in the order of `places`, are ones before each four neighbours.
 
-    int32 [WARPS, GROUPS, 32, 4]; totals: int32 [WARPS], shared memory.
+    b_flag: int32 [WARPS, GROUPS, 32, 4]; totals: int32 [WARPS], shared memory; returns int32 [WARPS, GROUPS, 32, 1].
     """
     FOURS: gl.constexpr = gl.SliceLayout(3, b_flag.type.layout)
     GROUP: gl.constexpr = gl.SliceLayout(2, FOURS)
@@ -183,4 +183,48 @@ def rank(b_flag, totals, WARPS: gl.constexpr, GROUPS: gl.constexpr):
     m_before = gl.arange(0, WARPS, OTHER)[None, :] < gl.arange(0, WARPS, WARP)[:, None]
     b_base = gl.sum(gl.where(m_before, totals.load(OTHER)[None, :], 0), axis=1)
     b_begin += gl.convert_layout(b_base, gl.SliceLayout(1, GROUP), assert_trivial=True)[:, None]
-    return (b_begin[:, :, None] + b_lane)[:, :, :, None] + scan_fours(b_flag)
+    return (b_begin[:, :, None] + b_lane)[:, :, :, None]
+
+
+@gluon.jit
+def store_taken(p_out, b_before, b_value, b_less):
+    """Store int32 values one behind the other where b_less is negative; b_before: `ones_before` of them.
+
+    One four of neighbours after the other, so that no place is kept in a register.
+    """
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred keep;
+        .reg .b32 one, rank;
+        .reg .b64 place;
+        setp.lt.s32 keep, $16, 0;
+        mad.wide.u32 place, $8, 4, $4;
+        @keep st.global.b32 [place], $12;
+        shr.u32 one, $16, 31;
+        add.u32 rank, $8, one;
+        setp.lt.s32 keep, $17, 0;
+        mad.wide.u32 place, rank, 4, $4;
+        @keep st.global.b32 [place], $13;
+        shr.u32 one, $17, 31;
+        add.u32 rank, rank, one;
+        setp.lt.s32 keep, $18, 0;
+        mad.wide.u32 place, rank, 4, $4;
+        @keep st.global.b32 [place], $14;
+        shr.u32 one, $18, 31;
+        add.u32 rank, rank, one;
+        setp.lt.s32 keep, $19, 0;
+        mad.wide.u32 place, rank, 4, $4;
+        @keep st.global.b32 [place], $15;
+        mov.b32 $0, 0;
+        mov.b32 $1, 0;
+        mov.b32 $2, 0;
+        mov.b32 $3, 0;
+        }
+        """,
+        "=r,=r,=r,=r,l,l,l,l,r,r,r,r,r,r,r,r,r,r,r,r",
+        [p_out.to(gl.int64), b_before, b_value, b_less],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )

@@ -40,6 +40,7 @@ MULTIPROCESSORS = {80: 108, 86: 46, 89: 58, 90: 132, 100: 148, 120: 70, 121: 48}
 TOPK = 2048
 MOST_TOKENS = 16_384
 LONGEST = 202_752  # positions of a context
+STEPS_SPILL_LIMIT = 256
 BF16, F32, I32, I64, U8, E4M3 = "*bf16", "*fp32", "*i32", "*i64", "*u8", "*fp8e4nv"
 
 
@@ -189,8 +190,9 @@ def selection_job(arch: int, variant: tuple[str, int, int, int], part_warps: int
         case "steps":
             (steps,) = [steps for steps in topk.STEPS if (steps.warps, steps.groups) == (warps, sample)]
             chosen = {"HAS_STARTS": False, "WARPS": warps, "GROUPS": steps.groups, "LOG_BINS": steps.log_bins}
-            kernel, registers = "topk_steps.topk_steps_kernel", steps.registers
-            yield Job(kernel, arch, warps, 3, types, chosen, ("logits",), registers=registers)
+            kernel, registers = "topk_steps.topk_steps_kernel", topk.BLOCK_REGISTERS
+            # Two programs a multiprocessor are worth what 16k columns spill: mostly where a row is read again.
+            yield Job(kernel, arch, warps, 3, types, chosen, ("logits",), STEPS_SPILL_LIMIT, registers)
         case "stream" | "parts":
             if parts:
                 chosen = constants | {"WARPS": part_warps, "SAMPLE": sample, "EARLY": early}
