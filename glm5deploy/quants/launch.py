@@ -22,7 +22,7 @@ class Launch:
 
     ``resident``: programs that a multiprocessor holds at a time, about. ``late``, of a linear weight: load codes and
     activations where they are multiplied (tile_product.py). ``registers``: the most a thread may have; 0: no limit but
-    the GPU's.
+    the GPU's. ``integers``: the kernels of integer_moe.py and integer_linear.py.
     """
 
     bn: int
@@ -34,6 +34,7 @@ class Launch:
     resident: int = 4
     late: bool = False
     registers: int = 0
+    integers: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.parts <= MOST_PARTS:
@@ -42,7 +43,7 @@ class Launch:
     @property
     def variant(self) -> tuple[int, ...]:
         """What a kernel is compiled for; parts and tiles are arguments."""
-        return self.bn, self.bm, self.warps, self.stages, self.late, self.registers
+        return self.bn, self.bm, self.warps, self.stages, self.late, self.registers, self.integers
 
     @property
     def options(self) -> dict[str, int]:
@@ -61,6 +62,14 @@ MANY = Launch(64, 32, resident=3)
 # Of weights of many rows (measured at 19,360, the output head on one of eight ranks).
 LONG_FEW = Launch(32, 8, parts=3, warps=1, stages=2, late=True)
 LONG_SOME = Launch(64, 16, parts=3, warps=2, stages=2, late=True, registers=112)
+# Products with integers, where weights can be: experts of more pairs, and weights that take longer than fitting x.
+INTEGER_PAIRS = 40  # up to here, programs that find their expert's pairs themselves are faster
+INTEGER_X = 128  # super-blocks of activations that shared memory holds
+INTEGER_FEW = Launch(64, 8, stages=2, integers=True)
+INTEGER_SOME = Launch(64, 16, stages=2, registers=128, integers=True)
+INTEGER_MORE = Launch(32, 32, warps=2, stages=2, resident=5, integers=True)
+INTEGER_MANY = Launch(64, 32, stages=2, integers=True)
+INTEGER_LONG = Launch(64, 64, stages=2, integers=True)
 
 
 def _split(c: Launch, programs: int, supers: int, processors: int, part: float) -> Launch:
@@ -73,9 +82,25 @@ def _split(c: Launch, programs: int, supers: int, processors: int, part: float) 
     return replace(c, parts=min(range(1, min(MOST_PARTS, supers) + 1), key=steps))
 
 
+def _long(n: int, supers: int, processors: int) -> bool:
+    """Whether a weight has many rows, as the output head."""
+    return n > 64 * processors and supers > 8
+
+
+def integer_linear_launch(m: int, n: int, supers: int, processors: int) -> Launch | None:
+    """For y[m, n] of a weight that can be multiplied as integers; None where that is not worth it."""
+    if _long(n, supers, processors):
+        c = INTEGER_FEW if m <= 8 else INTEGER_SOME if m <= 16 else INTEGER_MANY if m <= 32 else INTEGER_LONG
+        return replace(c, parts=2)
+    if m <= 8 or (m <= 16 and n * supers < 300 * processors):
+        return None
+    c = INTEGER_SOME if m <= 16 or (m <= 32 and n <= 16 * processors) else INTEGER_MORE
+    return _split(c, -(-m // c.bm) * -(-n // c.bn), supers, processors, LINEAR_PART)
+
+
 def linear_launch(m: int, n: int, supers: int, processors: int, together: bool = True) -> Launch:
     """For y[m, n] with ``supers`` super-blocks along K."""
-    if n > 64 * processors and supers > 8 and m <= 16:
+    if _long(n, supers, processors) and m <= 16:
         return LONG_FEW if m <= 8 else LONG_SOME
     if m == 1 and n > 32 * processors and supers <= 8:
         return ONE_ALONE
@@ -110,3 +135,23 @@ def down_launch(pairs: int, experts: int, n: int, processors: int) -> Launch:
     c = FEW_WIDE if pairs <= max(8 * experts, SEARCH_PAIRS) else SOME
     tiles = round(min(pairs, experts) * -(-n // c.bn) / (5.5 * processors))
     return replace(c, tiles=max(1, min(tiles, 8 if pairs <= 4 * experts else 768 // c.bn)))
+
+
+def integer_moe_launch(
+    pairs: int, experts: int, n: int, supers: int, down_supers: int, processors: int
+) -> tuple[Launch, Launch] | None:
+    """For both products of sorted pairs, of ``n`` hidden units; None where integers are not worth it.
+
+    The second product keeps all of its activations in shared memory, ``down_supers`` super-blocks of each pair.
+    """
+    most = INTEGER_X // down_supers
+    if pairs <= INTEGER_PAIRS or most < INTEGER_FEW.bm:
+        return None
+    if pairs <= 5 * experts or most < INTEGER_SOME.bm:
+        up = INTEGER_FEW
+    else:
+        up = INTEGER_SOME if pairs <= 16 * experts or most < INTEGER_MANY.bm else INTEGER_MANY
+    programs = max(min(pairs, experts), pairs // up.bm) * -(-n // up.bn)
+    parts = max(1, min(MOST_PARTS, supers, up.resident * processors // programs))
+    stages = 3 if up is INTEGER_FEW else 2
+    return replace(up, parts=parts), replace(up, stages=stages, registers=0, tiles=6 if pairs <= experts else 12)

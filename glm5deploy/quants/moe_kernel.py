@@ -17,14 +17,9 @@ from glm5deploy.quants.linear_kernel import add_parts, arrive
 from glm5deploy.quants.tile_product import add_span, add_super, load_super, load_x, x_tile
 
 
-@triton.jit(do_not_specialize=["P"])
-def sort_kernel(ids, order, work, P, E, BM: tl.constexpr, CHUNK: tl.constexpr):
-    """Pairs by expert, cut into chunks of at most BM pairs of one expert. Grid (E); ids < 0 are left out.
-
-    order int32 [P]; work int32 [E + P // BM, 3]: expert, first place in ``order``, pairs (0: nothing to do). Expert
-    e's chunks start at entry e + before // BM, where ``before`` pairs have smaller ids: all entries are written once.
-    """
-    e = tl.program_id(0)
+@triton.jit
+def sort_expert(e, ids, order, work, P, E, BM: tl.constexpr, CHUNK: tl.constexpr):
+    """Expert e's share of ``sort_kernel``."""
     before = 0
     mine = 0
     for q0 in range(0, P, CHUNK):
@@ -44,6 +39,16 @@ def sort_kernel(ids, order, work, P, E, BM: tl.constexpr, CHUNK: tl.constexpr):
         same = (tl.load(ids + q, mask=q < P, other=-1) == e).to(tl.int32)
         tl.store(order + at + tl.cumsum(same) - 1, q, mask=same == 1)
         at += tl.sum(same)
+
+
+@triton.jit(do_not_specialize=["P"])
+def sort_kernel(ids, order, work, P, E, BM: tl.constexpr, CHUNK: tl.constexpr):
+    """Pairs by expert, cut into chunks of at most BM pairs of one expert. Grid (E); ids < 0 are left out.
+
+    order int32 [P]; work int32 [E + P // BM, 3]: expert, first place in ``order``, pairs (0: nothing to do). Expert
+    e's chunks start at entry e + before // BM, where ``before`` pairs have smaller ids: all entries are written once.
+    """
+    sort_expert(tl.program_id(0), ids, order, work, P, E, BM, CHUNK)
 
 
 @triton.jit

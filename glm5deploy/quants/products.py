@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 
-from glm5deploy.quants import launch
+from glm5deploy.quants import integer_products, launch
 from glm5deploy.quants.arguments import kernel_format, pointers, row_stride
 from glm5deploy.quants.counters import part_memory
+from glm5deploy.quants.formats import SUPER, Format
+from glm5deploy.quants.integer_products import SORTED_AT_ONCE
 from glm5deploy.quants.linear_kernel import dense_kernel, linear_kernel, pair_kernel
 from glm5deploy.quants.moe_kernel import down_kernel, gate_up_kernel, sort_kernel, sum_kernel
 from glm5deploy.quants.planes import Planes
@@ -25,17 +28,23 @@ EXACT_TERMS = 1024  # up to so many pairs a token's terms are kept in fp32, then
 SUM_SPAN = 512  # outputs that a program of the sum over a token's experts takes
 
 
-def _gpu(device: torch.device) -> tuple[int, bool]:
-    """Multiprocessors, and whether four warps multiply a tile together; a stand-in for the interpreter."""
-    if device.type != "cuda":
-        return 4, True
-    return _device(device)
+class Gpu(NamedTuple):
+    """Multiprocessors; whether four warps multiply a tile together; whether products with integers run."""
+
+    processors: int
+    together: bool
+    integers: bool
+
+
+def _gpu(device: torch.device) -> Gpu:
+    """A stand-in for the interpreter."""
+    return _device(device) if device.type == "cuda" else Gpu(4, True, False)
 
 
 @lru_cache(maxsize=16)
-def _device(device: torch.device) -> tuple[int, bool]:
+def _device(device: torch.device) -> Gpu:
     found = torch.cuda.get_device_properties(device)
-    return found.multi_processor_count, found.major in launch.TOGETHER
+    return Gpu(found.multi_processor_count, found.major in launch.TOGETHER, integer_products.gluon_ready())
 
 
 def _check(x: torch.Tensor, planes: Planes) -> None:
@@ -54,11 +63,20 @@ def unpack_rows(planes: Planes, start: int, stop: int, dtype: torch.dtype = torc
     return out
 
 
-def _linear_launch(m: int, planes: Planes, device: torch.device) -> launch.Launch | None:
-    """None where weights are unpacked for cuBLAS."""
+def linear_launch(m: int, fmt: Format, rows: int, columns: int, device: torch.device) -> launch.Launch | None:
+    """What ``linear`` launches for m tokens; None where weights are unpacked for cuBLAS."""
     if m >= launch.DENSE_TOKENS:
         return None
-    return launch.linear_launch(m, planes.rows, planes.supers, *_gpu(device))
+    gpu, supers = _gpu(device), triton.cdiv(columns, SUPER)
+    if gpu.integers and integer_products.has_integers(fmt, rows, columns):
+        c = launch.integer_linear_launch(m, rows, supers, gpu.processors)
+        if c is not None and rows >= c.bn:
+            return c
+    return launch.linear_launch(m, rows, supers, gpu.processors, gpu.together)
+
+
+def _linear_launch(m: int, planes: Planes, device: torch.device) -> launch.Launch | None:
+    return linear_launch(m, planes.format, planes.rows, planes.columns, device)
 
 
 def linear_key(tokens: int, planes: Planes, device: torch.device) -> Hashable:
@@ -84,6 +102,9 @@ def linear(
             stop = min(n, start + step)
             torch.matmul(x, unpack_rows(planes, start, stop, x.dtype).T, out=out[:, start:stop])
         return out
+    if c.integers:
+        integer_products.linear(x, planes, out, c)
+        return out
     grid = (triton.cdiv(m, c.bm), triton.cdiv(n, c.bn), c.parts)
     parts, tickets = part_memory(c.parts, m, n, grid[0] * grid[1], x.device)
     linear_kernel[grid](
@@ -96,7 +117,7 @@ def linear(
 
 def _pair_launch(m: int, first: Planes, second: Planes, device: torch.device) -> launch.Launch | None:
     """None where the two are launches of their own."""
-    return launch.pair_launch(m, first.rows + second.rows, first.supers, _gpu(device)[0])
+    return launch.pair_launch(m, first.rows + second.rows, first.supers, _gpu(device).processors)
 
 
 def linear_pair_key(tokens: int, first: Planes, second: Planes, device: torch.device) -> Hashable:
@@ -160,12 +181,17 @@ def _moe_launch(
     device: torch.device,
     configs: tuple[launch.Launch, launch.Launch] | None = None,
 ) -> _MoeLaunch:
-    pairs, experts, (processors, _) = tokens * topk, gate.experts, _gpu(device)
+    pairs, experts, gpu = tokens * topk, gate.experts, _gpu(device)
+    whole = all(integer_products.has_integers(p.format, p.rows, p.columns) for p in (gate, up, down))
+    if configs is None and gpu.integers and whole:
+        configs = launch.integer_moe_launch(pairs, experts, gate.rows, gate.supers, down.supers, gpu.processors)
+        if configs is not None and min(gate.rows, down.rows) < configs[0].bn:
+            configs = None
     a, b = configs or (
-        launch.gate_up_launch(pairs, experts, gate.rows, gate.supers, processors),
-        launch.down_launch(pairs, experts, down.rows, processors),
+        launch.gate_up_launch(pairs, experts, gate.rows, gate.supers, gpu.processors),
+        launch.down_launch(pairs, experts, down.rows, gpu.processors),
     )
-    search = 1 if tokens == 1 else launch.SEARCH_PAIRS if pairs <= launch.SEARCH_PAIRS else 0
+    search = 0 if a.integers or pairs > launch.SEARCH_PAIRS else 1 if tokens == 1 else launch.SEARCH_PAIRS
     return _MoeLaunch(a, b, search, pairs <= EXACT_TERMS)
 
 
@@ -202,11 +228,18 @@ def moe(
     if tokens == 0:
         return out
     c = _moe_launch(tokens, topk, gate, up, down, x.device, configs)
+    if c.gate_up.bm != c.down.bm and not c.search:
+        raise ValueError(f"sorted pairs are cut for {c.gate_up.bm} tokens and would be multiplied by {c.down.bm}")
     ids, weights = topk_ids.contiguous(), topk_weights.contiguous()
-    work = _find_pairs(ids, experts, c)
-    hidden = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
-    _gate_up(x, gate, up, ids, work, hidden, c)
-    _down(hidden, down, ids, weights, work, out, c, also)
+    terms = torch.empty((pairs, down.rows), dtype=torch.float32 if c.exact else x.dtype, device=x.device)
+    if c.gate_up.integers:
+        integer_products.moe(x, gate, up, down, ids, weights, terms, c.gate_up, c.down)
+    else:
+        work = _find_pairs(ids, experts, c)
+        hidden = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
+        _gate_up(x, gate, up, ids, work, hidden, c)
+        _down(hidden, down, ids, weights, work, terms, c)
+    _sum(terms, ids, out, also)
     return out
 
 
@@ -218,11 +251,9 @@ def _find_pairs(ids: torch.Tensor, experts: int, c: _MoeLaunch) -> _Work:
     if c.search:
         empty = torch.empty(0, dtype=torch.int32, device=ids.device)
         return empty, empty
-    if bm != c.down.bm:
-        raise ValueError(f"sorted pairs are cut for {bm} tokens and would be multiplied by {c.down.bm}")
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     work = torch.empty((experts + pairs // bm, 3), dtype=torch.int32, device=ids.device)
-    sort_kernel[(experts,)](ids, order, work, pairs, experts, BM=bm, CHUNK=1024, num_warps=4)
+    sort_kernel[(experts,)](ids, order, work, pairs, experts, BM=bm, CHUNK=SORTED_AT_ONCE, num_warps=4)
     return order, work
 
 
@@ -246,23 +277,24 @@ def _down(
     ids: torch.Tensor,
     weights: torch.Tensor,
     work: _Work,
-    out: torch.Tensor,
+    terms: torch.Tensor,
     c: _MoeLaunch,
-    also: Callable[[], torch.Tensor] | None,
 ) -> None:
-    b, (pairs, n), device = c.down, hidden.shape, hidden.device
+    b, (pairs, n) = c.down, hidden.shape
     items = pairs if c.search else work[1].shape[0]
-    terms = torch.empty((pairs, down.rows), dtype=torch.float32 if c.exact else hidden.dtype, device=device)
     down_kernel[(triton.cdiv(down.rows, b.bn * b.tiles), items)](
         hidden, *pointers(down), ids, *work, weights, terms, pairs, down.rows, n, down.supers, b.tiles,
         FMT=kernel_format(down.format), BN=b.bn, BM=b.bm, PAIRS=c.search,
         STAGES=b.stages, ONE=down.supers == 1, EVEN=n % 256 == 0, PTX=hidden.dtype == torch.bfloat16,
         **b.options,
     )  # fmt: skip
-    grid = (ids.shape[0], triton.cdiv(down.rows, SUM_SPAN))
+
+
+def _sum(terms: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, also: Callable[[], torch.Tensor] | None) -> None:
     more = out if also is None else also()
     if also is not None and (more.shape != out.shape or not more.is_contiguous()):
         raise ValueError(f"{tuple(more.shape)} cannot be added to {tuple(out.shape)}: shapes differ, or it has gaps")
-    sum_kernel[grid](
-        terms, ids, more, out, down.rows, TOPK=ids.shape[1], BN=SUM_SPAN, ALSO=also is not None, num_warps=4
+    tokens, n = out.shape
+    sum_kernel[(tokens, triton.cdiv(n, SUM_SPAN))](
+        terms, ids, more, out, n, TOPK=ids.shape[1], BN=SUM_SPAN, ALSO=also is not None, num_warps=4
     )

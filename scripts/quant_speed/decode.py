@@ -52,7 +52,8 @@ def _gpu() -> int:
 def linear_variants(weights: Weights, rows: tuple[int, ...], tokens: int) -> dict[str, Launch | None]:
     """For weights of ``rows`` rows; None is two launches for two weights."""
     if len(weights) == 1:
-        return {"table": launch.linear_launch(tokens, sum(rows), weights[0].supers, _gpu())}
+        w = weights[0]
+        return {"table": products.linear_launch(tokens, w.format, sum(rows), w.columns, w.low.device)}
     both = launch.pair_launch(tokens, sum(rows), weights[0].supers, _gpu())
     if both is None:
         return {"two launches": None}

@@ -105,7 +105,7 @@ def use_products() -> None:
 
     ops._linear, ops._moe, ops._rows = ops._linear_on_gpu, moe, rows
     torch.matmul = lambda x, w, out: out
-    products._gpu = lambda x: (132, False)
+    products._gpu = lambda x: products.Gpu(132, False, True)
 
 
 def main() -> None:

@@ -1,0 +1,133 @@
+"""Products with integers, launched: what products.py takes for K-quants where that is faster (launch.py says when)."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+from glm5deploy.quants.activations import fit_kernel, sort_fit_kernel
+from glm5deploy.quants.arguments import kernel_format, pointers, row_stride
+from glm5deploy.quants.counters import part_memory
+from glm5deploy.quants.formats import Format, Scales
+from glm5deploy.quants.launch import Launch
+from glm5deploy.quants.planes import Planes
+
+SORTED_AT_ONCE = 1024  # pairs that a program which sorts looks at
+Fitted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # activations, sums, scales: see fit_kernel
+
+
+@functools.cache
+def gluon_ready() -> bool:
+    """Whether this Triton's Gluon has what the kernels need (3.8 and later); the interpreter has none."""
+    if triton.knobs.runtime.interpret:
+        return False
+    try:
+        from triton.experimental.gluon import language
+    except ImportError:
+        return False
+    return hasattr(language, "barrier")
+
+
+def has_integers(fmt: Format, rows: int, columns: int) -> bool:
+    """Whether a weight can be multiplied as integers: its type and shape."""
+    return fmt.scales in (Scales.K4, Scales.K6) and columns % 256 == 0 and rows % 16 == 0
+
+
+def _empty(rows: int, columns: int, device: torch.device) -> Fitted:
+    fitted = torch.empty((rows, columns), dtype=torch.float16, device=device)
+    sums = torch.empty((rows, columns // 16), dtype=torch.float16, device=device)
+    return fitted, sums, torch.empty(rows, dtype=torch.float32, device=device)
+
+
+def _fit(x: torch.Tensor) -> Fitted:
+    """bf16 [R, K], K a multiple of 256, as ``fit_kernel`` has it."""
+    rows, columns = x.shape
+    found = _empty(rows, columns, x.device)
+    supers = triton.next_power_of_2(columns // 256)
+    fit_kernel[(rows,)](x, *found, columns, row_stride(x), SUPERS=supers, num_warps=max(1, min(8, supers // 4)))
+    return found
+
+
+def _sort_and_fit(
+    x: torch.Tensor, ids: torch.Tensor, experts: int, bm: int
+) -> tuple[torch.Tensor, torch.Tensor, Fitted]:
+    """Order and work items of all pairs (moe_kernel.py), cut for tiles of ``bm``, and x fitted."""
+    rows, columns = x.shape
+    pairs = ids.numel()
+    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
+    work = torch.empty((experts + pairs // bm, 3), dtype=torch.int32, device=ids.device)
+    found = _empty(rows, columns, x.device)
+    sort_fit_kernel[(experts + rows,)](
+        ids, order, work, pairs, experts, x, *found, columns, row_stride(x),
+        BM=bm, CHUNK=SORTED_AT_ONCE, SUPERS=triton.next_power_of_2(columns // 256), num_warps=4,
+    )  # fmt: skip
+    return order, work, found
+
+
+def moe(
+    x: torch.Tensor,
+    gate: Planes,
+    up: Planes,
+    down: Planes,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    terms: torch.Tensor,
+    a: Launch,
+    b: Launch,
+) -> None:
+    """terms [P, outputs] of products.moe's sum, for x bf16 [T, hidden]; ids and weights [T, TOPK] without gaps."""
+    order, work, fitted = _sort_and_fit(x, ids, gate.experts, a.bm)
+    hidden = _gate_up(fitted, gate, up, ids.shape[1], order, work, a)
+    _down(_fit(hidden), down, weights, order, work, terms, b)
+
+
+def _gate_up(
+    fitted: Fitted, gate: Planes, up: Planes, topk: int, order: torch.Tensor, work: torch.Tensor, c: Launch
+) -> torch.Tensor:
+    """Hidden units bf16 [P, N] of sorted pairs."""
+    from glm5deploy.quants.integer_moe import integer_gate_up_kernel  # Gluon: ``gluon_ready``
+
+    pairs, n = order.shape[0], gate.rows
+    hidden = torch.empty((pairs, n), dtype=torch.bfloat16, device=order.device)
+    blocks = triton.cdiv(n, c.bn)
+    parts, tickets = part_memory(c.parts, pairs, 2 * n, pairs * blocks, order.device)
+    integer_gate_up_kernel[(blocks, work.shape[0], c.parts)](
+        *fitted, *pointers(gate), *pointers(up), order, work, hidden, parts, tickets, pairs, n, gate.supers, c.parts,
+        G=kernel_format(gate.format), U=kernel_format(up.format), TOPK=topk, BN=c.bn, BM=c.bm, WARPS=c.warps,
+        STAGES=c.stages, **c.options,
+    )  # fmt: skip
+    return hidden
+
+
+def _down(
+    fitted: Fitted,
+    planes: Planes,
+    weights: torch.Tensor,
+    order: torch.Tensor,
+    work: torch.Tensor,
+    terms: torch.Tensor,
+    c: Launch,
+) -> None:
+    """Terms [P, outputs] of sorted pairs: their weights times the second product."""
+    from glm5deploy.quants.integer_moe import integer_down_kernel  # Gluon: ``gluon_ready``
+
+    integer_down_kernel[(triton.cdiv(planes.rows, c.bn * c.tiles), work.shape[0])](
+        *fitted, *pointers(planes), order, work, weights, terms, planes.rows, c.tiles,
+        FMT=kernel_format(planes.format), SUPERS=planes.supers, BN=c.bn, BM=c.bm, WARPS=c.warps, STAGES=c.stages,
+        **c.options,
+    )  # fmt: skip
+
+
+def linear(x: torch.Tensor, planes: Planes, out: torch.Tensor, c: Launch) -> None:
+    """out [M, N] = x bf16 [M, K] times a weight."""
+    from glm5deploy.quants.integer_linear import integer_linear_kernel  # Gluon: ``gluon_ready``
+
+    m, n = out.shape
+    grid = (triton.cdiv(m, c.bm), triton.cdiv(n, c.bn), c.parts)
+    parts, tickets = part_memory(c.parts, grid[0] * c.bm, grid[1] * c.bn, grid[0] * grid[1], x.device)
+    integer_linear_kernel[grid](
+        *_fit(x), *pointers(planes), out, parts, tickets, m, n, out.stride(0), planes.supers, c.parts,
+        FMT=kernel_format(planes.format), BN=c.bn, BM=c.bm, WARPS=c.warps, STAGES=c.stages, **c.options,
+    )  # fmt: skip

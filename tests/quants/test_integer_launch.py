@@ -1,0 +1,76 @@
+"""The launch table of products with integers, over GPUs and shapes: launches that fit, and memory that is there."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from glm5deploy.quants import counters, integer_products, launch, products
+from glm5deploy.quants.formats import FORMATS
+from glm5deploy.quants.planes import Planes, empty_planes
+
+PROCESSORS = (28, 82, 108, 128, 132, 148, 170, 188)
+SHAPES = ((16, 256), (64, 256), (512, 6144), (2624, 6144), (6144, 2048), (19360, 6144), (154880, 6144))
+
+
+@pytest.mark.parametrize("processors", PROCESSORS)
+def test_parts_have_counters(processors: int) -> None:
+    """Fewer than there are on a stream: a launch that has none would end a server."""
+    for m, (n, k) in itertools.product(range(1, launch.DENSE_TOKENS), SHAPES):
+        c = launch.integer_linear_launch(m, n, k // 256, processors)
+        if c is not None and c.parts > 1:
+            assert -(-m // c.bm) * -(-n // c.bn) <= counters.TICKETS
+            assert c.parts <= max(2, k // 256)
+    tokens = (5, 6, 8, 17, 64, 200, 1000, 5000, 20000)
+    for pairs, experts, n in itertools.product((8 * t for t in tokens), (2, 8, 32, 256), (64, 256, 2048)):
+        found = launch.integer_moe_launch(pairs, experts, n, 24, 1, processors)
+        if found is not None and found[0].parts > 1:
+            assert pairs * -(-n // found[0].bn) <= counters.TICKETS
+
+
+@pytest.mark.parametrize("down_supers", [1, 2, 4, 8, 16, 32])
+def test_activations_of_the_second_product_fit(down_supers: int) -> None:
+    for pairs in (48, 512, 2048, 8192, 100_000):
+        found = launch.integer_moe_launch(pairs, 256, 256 * down_supers, 24, down_supers, 132)
+        assert (found is None) == (down_supers > 16)
+        if found is not None:
+            assert found[0].bm == found[1].bm
+            assert found[1].bm * down_supers <= launch.INTEGER_X
+
+
+def test_few_pairs_are_searched_for() -> None:
+    assert launch.integer_moe_launch(launch.INTEGER_PAIRS, 256, 256, 24, 1, 132) is None
+    up, down = launch.integer_moe_launch(64, 256, 256, 24, 1, 132) or pytest.fail("none")
+    assert up.parts == 2
+    assert up.integers
+    assert down.integers
+
+
+def _planes(name: str, rows: int, columns: int, experts: int = 1) -> Planes:
+    return empty_planes(name, rows, columns, experts)
+
+
+def test_only_what_can_be_is_multiplied_as_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types whose scale times code is no small integer, ragged shapes and GPUs without Gluon take the other kernels."""
+    kinds = {name for name, fmt in FORMATS.items() if integer_products.has_integers(fmt, 64, 256)}
+    assert kinds == {"Q4_K", "Q5_K", "Q6_K"}
+    assert not integer_products.has_integers(FORMATS["Q4_K"], 72, 256)
+    monkeypatch.setattr(products, "_gpu", lambda device: products.Gpu(132, True, True))
+    device = torch.device("cpu")
+    good, other = _planes("Q4_K", 64, 256, 2), _planes("Q8_0", 64, 256, 2)
+    down = _planes("Q6_K", 256, 256, 2)
+    assert products._moe_launch(64, 8, good, good, down, device).gate_up.integers
+    assert not products._moe_launch(64, 8, good, other, down, device).gate_up.integers
+    assert not products._moe_launch(64, 8, good, good, _planes("Q6_K", 32, 256, 2), device).gate_up.integers
+    assert products._linear_launch(32, _planes("Q5_K", 64, 512), device).integers  # type: ignore[union-attr]
+    assert not products._linear_launch(32, _planes("Q5_K", 16, 512), device).integers  # type: ignore[union-attr]
+    assert not products._linear_launch(32, _planes("Q8_0", 64, 512), device).integers  # type: ignore[union-attr]
+    monkeypatch.setattr(products, "_gpu", lambda device: products.Gpu(132, True, False))
+    assert not products._moe_launch(64, 8, good, good, down, device).gate_up.integers
+    assert not products._linear_launch(32, _planes("Q5_K", 64, 512), device).integers  # type: ignore[union-attr]
+
+
+def test_the_interpreter_has_no_gluon() -> None:
+    assert not integer_products.gluon_ready()
