@@ -181,28 +181,32 @@ def topk_stream_kernel(
         b_count = b_told.to(tl.int32)
         most = tl.max(b_count, axis=0)
         total = tl.sum(b_count, axis=0)
-        whole = (most <= LIST) & (total <= SIZE) & (total >= tl.minimum(k, width))
-        if whole:
+        b_room = (b_count + 3) // 4 * 4
+        if (most <= LIST) & (tl.sum(b_room, axis=0) <= SIZE) & (total >= tl.minimum(k, width)):
+            if most > share:
+                # One list behind the other, each from a multiple of four on: which one each four entries are of is found
+                # by halves among where lists begin. Lists that are not there begin behind all others.
+                tl.store(p_held + o_p, tl.cumsum(b_room, axis=0) - b_room)
+                tl.debug_barrier()
+                o_part = tl.zeros_like(o_part)
+                b_begin = tl.zeros_like(o_part)
+                for step in tl.static_range(1, 6):
+                    if (PARTS >> step) > 0:
+                        o_next = o_part + (PARTS >> step)
+                        b_next_begin = tl.load(p_held + o_next).to(tl.int32)
+                        m_next = b_next_begin <= fours(WARPS)
+                        o_part = tl.where(m_next, o_next, o_part)
+                        b_begin = tl.where(m_next, b_next_begin, b_begin)
+                o_four = tl.multiple_of(fours(WARPS) - b_begin, [1, 1, 1, 4])
+                o_entry = o_four + tl.arange(0, 4)[None, None, None, :]
+                b_size = tl.load(counts + i_t * parts + o_part, mask=o_part < parts, other=0).to(tl.int32)
+                b_pair = tl.load(lists + (i_t * parts + o_part) * LIST + o_entry, mask=o_four < b_size, other=0)
             column = (end + 3) // 4 * 4
             least = tl.max(tl.where(b_count > 0, (b_told >> 32).to(tl.int32), LEAST_KEY), axis=0)
-        if whole & (most <= share):  # lists that fit are selected from as they are
             b_x, b_position = halves(b_pair)
             b_key, low, b_out = best(b_x, o_entry < b_size, total, least, k, WARPS)
             store_best(p_top, b_out, b_position, b_key, low, total, k, WARPS, ASM)
             pending = 0
-        if whole & (pending == 1):
-            COLUMNS: tl.constexpr = SIZE // PARTS
-            # Read anew, or the layout that is needed here costs the other case.
-            b_count = tl.load(counts + i_t * parts + o_p, mask=o_p < parts, other=0).to(tl.int32)
-            b_first = tl.cumsum(b_count, axis=0) - b_count
-            first = 0
-            while first < most:
-                o_e = first + tl.arange(0, COLUMNS)[None, :]
-                m_e = o_e < b_count[:, None]
-                o_from = (i_t * parts + o_p[:, None]) * LIST + o_e
-                tl.store(p_held + b_first[:, None] + o_e, tl.load(lists + o_from, mask=m_e, other=0), mask=m_e)
-                first += COLUMNS
-            held = total
     b_next = load_columns(p_row, column, end, WARPS)
     if (column == 0) & (width > SIZE):
         least = sample_threshold(p_row, before, width, k, SAMPLE)

@@ -44,8 +44,8 @@ class Run:
         assert (out[:, k:] == -77).all(), "columns past k are not the kernel's"
         self.rows, self.longest, self.most = rows, longest, SMALL.stream_warps * 512
 
-    def copied(self) -> bool:
-        """Whether anything was written where lists are joined."""
+    def searched(self) -> bool:
+        """Whether a program wrote down where lists begin, one behind the other."""
         return bool((self.scratch[: 2 * self.rows * self.most] != POISON).any())
 
     def part_counts(self) -> torch.Tensor:
@@ -112,12 +112,12 @@ def test_a_good_sample_spares_the_list_most_columns() -> None:
     assert (counts <= 512).all()
 
 
-def test_lists_that_fit_are_not_copied() -> None:
+def test_lists_that_fit_are_selected_from_as_they_lie() -> None:
     """A program of 512 columns has room for 64 of each of six parts."""
     even, uneven = torch.arange(WIDTH, dtype=torch.float32)[None] % 29, torch.arange(WIDTH, dtype=torch.float32)[None]
-    assert not Run(even, [WIDTH], 40, SMALL).copied()
-    assert not Run(even, [20], 40, SMALL, max_length=WIDTH).copied()
-    assert Run(uneven, [WIDTH], 40, SMALL).copied()
+    assert not Run(even, [WIDTH], 40, SMALL).searched()
+    assert not Run(even, [20], 40, SMALL, max_length=WIDTH).searched()
+    assert Run(uneven, [WIDTH], 40, SMALL).searched()
 
 
 def test_the_largest_k() -> None:

@@ -19,8 +19,8 @@ def test_compiled_selection_equals_the_reference() -> None:
     assert not [r for r in results if r["wrong"]]
     # Lists of equal numbers in which the k-th is are selected from as they lie, too.
     (close,) = [r for r in results if r["kernel"] == "topk_stream_kernel" and r["case"] == "close"]
-    assert 4 not in close["copied"]
-    assert {row for r in results for row in r["copied"]}, "where lists do not fit they are copied"
+    assert 4 not in close["searched"]
+    assert {row for r in results for row in r["searched"]}, "where lists do not fit, their entries are searched"
 
 
 EXCHANGE = """

@@ -1,7 +1,7 @@
 """Runs the selection kernels as they are compiled for a GPU, without one, and compares with the reference.
 
 `python -m tests.kernels.topk_programs` prints one JSON object a line: kernel, case, rows that are wrong, rows whose
-lists were copied. It runs apart from the tests' process, which has Triton's interpreter switched on: Gluon and stores
+lists were searched. It runs apart from the tests' process, which has Triton's interpreter switched on: Gluon and stores
 in assembly are not for that.
 """
 
@@ -37,7 +37,7 @@ class Built:
     first: Program | None = None
 
     def run(self, row: int, numbers: list[Any], out: Any, k: int, strides: list[int]) -> bool:
-        """Select from a row; `numbers` are logits, starts and lengths. Whether lists of parts were copied for it."""
+        """Select from a row; `numbers` are logits, starts and lengths. Whether lists of parts were searched for it."""
         if self.first is None:
             self.program.run((row,), [*numbers, out, k, *strides])
             return False
@@ -85,16 +85,16 @@ def kernels() -> Iterator[tuple[Built, bool]]:
 
 
 def run_rows(built: Built, logits: torch.Tensor, lengths: list[int], k: int, starts: list[int]) -> dict[str, list[int]]:
-    """Rows that are wrong, differing from the reference or written to behind the k columns; rows with copied lists."""
+    """Rows that are wrong, differing from the reference or written to behind the k columns; with searched lists."""
     rows, columns = logits.shape
     padded = np.full(-(-rows * columns // 4) * 4, np.nan, np.float32)
     padded[: rows * columns] = logits.reshape(-1).numpy()
     sizes, first = np.array(lengths, np.int32), np.array(starts, np.int32)
     expected = reference.select_topk(logits, torch.from_numpy(sizes), k, torch.from_numpy(first)).numpy()
     out = np.full((rows, k + 3), -77, np.int32)
-    copied = [row for row in range(rows) if built.run(row, [padded, first, sizes], out, k, [columns, k + 3])]
+    searched = [row for row in range(rows) if built.run(row, [padded, first, sizes], out, k, [columns, k + 3])]
     wrong = [r for r in range(rows) if (out[r, :k] != expected[r]).any() or (out[r, k:] != -77).any()]
-    return {"wrong": wrong, "copied": copied}
+    return {"wrong": wrong, "searched": searched}
 
 
 def main() -> None:
