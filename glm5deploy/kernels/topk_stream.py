@@ -184,8 +184,8 @@ def topk_stream_kernel(
         b_room = (b_count + 3) // 4 * 4
         if (most <= LIST) & (tl.sum(b_room, axis=0) <= SIZE) & (total >= tl.minimum(k, width)):
             if most > share:
-                # One list behind the other, each from a multiple of four on: which one each four entries are of is found
-                # by halves among where lists begin. Lists that are not there begin behind all others.
+                # One list behind the other, each from a multiple of four on: which one each four entries are of is
+                # found by halves among where lists begin. Lists that are not there begin behind all others.
                 tl.store(p_held + o_p, tl.cumsum(b_room, axis=0) - b_room)
                 tl.debug_barrier()
                 o_part = tl.zeros_like(o_part)
