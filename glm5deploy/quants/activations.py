@@ -14,44 +14,47 @@ from glm5deploy.quants.moe_kernel import sort_expert
 
 
 @triton.jit
-def _fit_row(row, x, fitted, sums, scales, K, x_stride, SUPERS: tl.constexpr):
-    """Row ``row`` of ``fit_kernel``."""
-    row = row.to(tl.int64)
-    s = tl.arange(0, SUPERS)[:, None]
-    k = tl.arange(0, 256)[None, :]
+def _fit_rows(block, x, fitted, sums, scales, R, K, x_stride, ROWS: tl.constexpr, SUPERS: tl.constexpr):
+    """ROWS rows of ``fit_kernel``, the block-th so many."""
+    r = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = r[:, None, None]
+    s = tl.arange(0, SUPERS)[None, :, None]
+    k = tl.arange(0, 256)[None, None, :]
     at = s * 256 + k
-    b_x = tl.load(x + row * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
-    exponent = tl.max(tl.max(tl.abs(b_x), 1), 0).to(tl.int32, bitcast=True) >> 23
+    ok = (row < R) & (at < K)
+    b_x = tl.load(x + row * x_stride + at, mask=ok, other=0.0).to(tl.float32)
+    exponent = tl.max(tl.max(tl.abs(b_x), 2), 1).to(tl.int32, bitcast=True) >> 23
     exponent = tl.maximum(exponent, 10)  # both powers of two are normal numbers, of a row of zeros as well
     up = ((263 - exponent) << 23).to(tl.float32, bitcast=True)
-    tl.store(scales + row, ((exponent - 9) << 23).to(tl.float32, bitcast=True))
+    tl.store(scales + r, ((exponent - 9) << 23).to(tl.float32, bitcast=True), mask=r < R)
     sixteenth = tl.where((k & 16) != 0, 0.0625, 1.0)
-    b_fit = (b_x * up * sixteenth).to(tl.float16)
-    tl.store(fitted + row * K + at, b_fit, mask=at < K)
-    b_sum = tl.sum(tl.reshape(b_fit.to(tl.float32) / sixteenth, [SUPERS, 8, 32]), 2)
+    b_fit = (b_x * up[:, None, None] * sixteenth).to(tl.float16)
+    tl.store(fitted + row * K + at, b_fit, mask=ok)
+    b_sum = tl.sum(tl.reshape(b_fit.to(tl.float32) / sixteenth, [ROWS, SUPERS, 8, 32]), 3)
     b_high = b_sum.to(tl.float16)
-    p_sums = sums + row * (K // 16) + s * 16 + tl.arange(0, 8)[None, :]
-    tl.store(p_sums, b_high, mask=s * 256 < K)
-    tl.store(p_sums + 8, (b_sum - b_high.to(tl.float32)).to(tl.float16), mask=s * 256 < K)
+    p_sums = sums + row * (K // 16) + s * 16 + tl.arange(0, 8)[None, None, :]
+    ok = (row < R) & (s * 256 < K)
+    tl.store(p_sums, b_high, mask=ok)
+    tl.store(p_sums + 8, (b_sum - b_high.to(tl.float32)).to(tl.float16), mask=ok)
 
 
-@triton.jit
-def fit_kernel(x, fitted, sums, scales, K, x_stride, SUPERS: tl.constexpr):
-    """Rows of x [R, K] as fp16 ``fitted`` [R, K], tiles of 16 with an odd number a sixteenth. Grid (R).
+@triton.jit(do_not_specialize=["R"])
+def fit_kernel(x, fitted, sums, scales, R, K, x_stride, ROWS: tl.constexpr, SUPERS: tl.constexpr):
+    """Rows of x [R, K] as fp16 ``fitted`` [R, K], tiles of 16 with an odd number a sixteenth. Grid (R / ROWS).
 
     sums fp16 [R, K / 256, 16]: of a super-block's eight groups of 32, then what rounding these to fp16 took off.
     scales fp32 [R]: what undoes a row's scaling. SUPERS: K / 256 or the next power of two.
     """
-    _fit_row(tl.program_id(0), x, fitted, sums, scales, K, x_stride, SUPERS)
+    _fit_rows(tl.program_id(0), x, fitted, sums, scales, R, K, x_stride, ROWS, SUPERS)
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit(do_not_specialize=["P", "R"])
 def sort_fit_kernel(
-    ids, order, work, P, E, x, fitted, sums, scales, K, x_stride,
-    BM: tl.constexpr, CHUNK: tl.constexpr, SUPERS: tl.constexpr,
+    ids, order, work, P, E, x, fitted, sums, scales, R, K, x_stride,
+    BM: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SUPERS: tl.constexpr,
 ):  # fmt: skip
-    """``sort_kernel`` and ``fit_kernel`` beside each other. Grid (E + R)."""
+    """``sort_kernel`` and ``fit_kernel`` beside each other. Grid (E + R / ROWS)."""
     if tl.program_id(0) < E:
         sort_expert(tl.program_id(0), ids, order, work, P, E, BM, CHUNK)
     else:
-        _fit_row(tl.program_id(0) - E, x, fitted, sums, scales, K, x_stride, SUPERS)
+        _fit_rows(tl.program_id(0) - E, x, fitted, sums, scales, R, K, x_stride, ROWS, SUPERS)

@@ -15,6 +15,7 @@ from glm5deploy.quants.launch import Launch
 from glm5deploy.quants.planes import Planes
 
 SORTED_AT_ONCE = 1024  # pairs that a program which sorts looks at
+FIT_WARPS, FIT_SUPERS = 4, 4  # warps of a program that fits rows, and super-blocks that it takes, about
 Fitted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # activations, sums, scales: see fit_kernel
 
 
@@ -41,12 +42,19 @@ def _empty(rows: int, columns: int, device: torch.device) -> Fitted:
     return fitted, sums, torch.empty(rows, dtype=torch.float32, device=device)
 
 
+def _blocks(rows: int, columns: int) -> tuple[int, dict[str, int]]:
+    """Programs that fit so many rows, and their tile: short rows are taken several at a time."""
+    supers = triton.next_power_of_2(columns // 256)
+    each = max(1, FIT_SUPERS // supers)
+    return triton.cdiv(rows, each), {"ROWS": each, "SUPERS": supers}
+
+
 def _fit(x: torch.Tensor) -> Fitted:
     """bf16 [R, K], K a multiple of 256, as ``fit_kernel`` has it."""
     rows, columns = x.shape
     found = _empty(rows, columns, x.device)
-    supers = triton.next_power_of_2(columns // 256)
-    fit_kernel[(rows,)](x, *found, columns, row_stride(x), SUPERS=supers, num_warps=max(1, min(8, supers // 4)))
+    blocks, tile = _blocks(rows, columns)
+    fit_kernel[(blocks,)](x, *found, rows, columns, row_stride(x), num_warps=FIT_WARPS, **tile)
     return found
 
 
@@ -59,9 +67,10 @@ def _sort_and_fit(
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     work = torch.empty((experts + pairs // bm, 3), dtype=torch.int32, device=ids.device)
     found = _empty(rows, columns, x.device)
-    sort_fit_kernel[(experts + rows,)](
-        ids, order, work, pairs, experts, x, *found, columns, row_stride(x),
-        BM=bm, CHUNK=SORTED_AT_ONCE, SUPERS=triton.next_power_of_2(columns // 256), num_warps=4,
+    blocks, tile = _blocks(rows, columns)
+    sort_fit_kernel[(experts + blocks,)](
+        ids, order, work, pairs, experts, x, *found, rows, columns, row_stride(x),
+        BM=bm, CHUNK=SORTED_AT_ONCE, num_warps=FIT_WARPS, **tile,
     )  # fmt: skip
     return order, work, found
 

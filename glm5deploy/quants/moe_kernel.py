@@ -20,13 +20,15 @@ from glm5deploy.quants.tile_product import add_span, add_super, load_super, load
 @triton.jit
 def sort_expert(e, ids, order, work, P, E, BM: tl.constexpr, CHUNK: tl.constexpr):
     """Expert e's share of ``sort_kernel``."""
-    before = 0
-    mine = 0
-    for q0 in range(0, P, CHUNK):
+    smaller = tl.zeros([CHUNK], tl.int32)
+    equal = tl.zeros([CHUNK], tl.int32)
+    for q0 in range(0, P, CHUNK):  # added up between threads once, behind the loop
         q = q0 + tl.arange(0, CHUNK)
         found = tl.load(ids + q, mask=q < P, other=-1)
-        before += tl.sum(((found >= 0) & (found < e)).to(tl.int32))
-        mine += tl.sum((found == e).to(tl.int32))
+        smaller += ((found >= 0) & (found < e)).to(tl.int32)
+        equal += (found == e).to(tl.int32)
+    before = tl.sum(smaller)
+    mine = tl.sum(equal)
     last = tl.where(e == E - 1, P, before + mine) // BM
     for c in range(before // BM, last + 1):
         done = (c - before // BM) * BM
