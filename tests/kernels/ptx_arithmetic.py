@@ -12,6 +12,11 @@ Value = Callable[[str, str], Array]  # an operand as a type
 INTEGER = {"u16": np.uint16, "b16": np.uint16, "u32": np.uint32, "b32": np.uint32, "u64": np.uint64, "b64": np.uint64}
 TYPES = INTEGER | {"s16": np.int16, "s32": np.int32, "s64": np.int64, "f32": np.float32, "f16": np.float16}
 TYPES |= {"b8": np.uint8, "u8": np.uint8, "s8": np.int8}
+PAIRS: dict[str, tuple[str, Any]] = {
+    "f16x2": ("u32", np.float16),
+    "s16x2": ("u32", np.int16),
+    "f32x2": ("u64", np.float32),
+}
 COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "eq": np.equal,
     "ne": np.not_equal,
@@ -43,64 +48,66 @@ UNARY: dict[str, Callable[[Array], Array]] = {
 
 
 def compute(o: Sequence[str], operands: Sequence[str], value: Value) -> Array:
-    """The result of operation `o`, its name and types, in every thread; `value` gives an operand as a type."""
+    """The result of operation `o`, its name and types, in every thread; `value` gives an operand as a type.
+
+    What overflows or divides by zero is for the caller to ignore.
+    """
     kind = o[-1]
-    with np.errstate(all="ignore"):
-        if kind == "pred":
-            a, *b = (value(x, "pred") for x in operands)
-            return a if o[0] == "mov" else ~a if o[0] == "not" else LOGICAL[o[0]](a, b[0])
-        if o[0] == "selp":
-            return np.where(value(operands[2], "pred"), *(value(x, kind) for x in operands[:2]))
-        if o[0] == "cvt":
-            return _converted(o, operands, value)
-        if o[0] in ("prmt", "lop3"):
-            words = [value(x, "u32") for x in operands]
-            return permuted(*words) if o[0] == "prmt" else chosen(*words)
-        if kind in ("f16x2", "s16x2"):
-            halves = np.float16 if kind == "f16x2" else np.int16
-            return _small(o[0], *(value(x, "u32").view(halves) for x in operands)).view(np.uint32)
-        if kind == "f16":
-            return _small(o[0], *(value(x, kind) for x in operands))
-        a, *more = (value(x, "u32" if o[0] in ("shl", "shr") and i else kind) for i, x in enumerate(operands))
-        match o[0]:
-            case "setp":
-                return COMPARE[o[1]](a, more[0])
-            case "shl" | "shr":
-                bits = a.dtype.itemsize * 8
-                by = np.minimum(more[0], bits - 1).astype(a.dtype)
-                moved = a << by if o[0] == "shl" else a >> by
-                over = a >> (bits - 1) if o[0] == "shr" and kind[0] == "s" else np.zeros_like(a)
-                return np.where(more[0] >= bits, over, moved)
-            case "popc":
-                return np.array([int(x).bit_count() for x in a], np.uint32)
-            case "bfe":
-                bits = a.dtype.itemsize * 8
-                start, size = (value(x, "u32").astype(a.dtype) for x in operands[1:])
-                assert ((start + size <= bits) & (size > 0)).all()
-                return a << (bits - start - size) >> (bits - size)
-            case "fma":
-                total = (a.astype(np.float64) * more[0] + more[1]).astype(np.float32)
-                return np.fmin(np.fmax(total, np.float32(0)), np.float32(1)) if "sat" in o else total
-            case "div" if kind[0] in "su":
-                wide, by = a.astype(np.int64), more[0].astype(np.int64)
-                return (np.abs(wide) // np.maximum(np.abs(by), 1) * np.sign(wide) * np.sign(by)).astype(a.dtype)
-            case "div":
-                return a / more[0]
-            case "mul" if o[1] == "hi":
-                return ((a.astype(np.int64 if kind[0] == "s" else np.uint64) * more[0]) >> 32).astype(a.dtype)
-            case "mad" | "mul" if o[1] == "wide":
-                wide = np.int64 if kind[0] == "s" else np.uint64
-                product = a.astype(wide) * more[0].astype(wide)
-                return product + value(operands[2], kind[0] + "64") if o[0] == "mad" else product
-            case "mad":
-                return a * more[0] + more[1]
-            case name:
-                return BINARY[name](a, more[0]) if more else UNARY[name](a)
+    if kind == "pred":
+        a, *b = (value(x, "pred") for x in operands)
+        return a if o[0] == "mov" else ~a if o[0] == "not" else LOGICAL[o[0]](a, b[0])
+    if o[0] == "selp":
+        return np.where(value(operands[2], "pred"), *(value(x, kind) for x in operands[:2]))
+    if o[0] == "cvt":
+        return _converted(o, operands, value)
+    if o[0] in ("prmt", "lop3"):
+        words = [value(x, "u32") for x in operands]
+        return permuted(*words) if o[0] == "prmt" else chosen(*words)
+    if kind in PAIRS:
+        whole, part = PAIRS[kind]
+        return _rounded(o[0], *(value(x, whole).view(part) for x in operands)).view(TYPES[whole])
+    if kind == "f16":
+        return _rounded(o[0], *(value(x, kind) for x in operands))
+    a, *more = (value(x, "u32" if o[0] in ("shl", "shr") and i else kind) for i, x in enumerate(operands))
+    match o[0]:
+        case "setp":
+            return COMPARE[o[1]](a, more[0])
+        case "shl" | "shr":
+            bits = a.dtype.itemsize * 8
+            by = np.minimum(more[0], bits - 1).astype(a.dtype)
+            moved = a << by if o[0] == "shl" else a >> by
+            over = a >> (bits - 1) if o[0] == "shr" and kind[0] == "s" else np.zeros_like(a)
+            return np.where(more[0] >= bits, over, moved)
+        case "popc":
+            return np.array([int(x).bit_count() for x in a], np.uint32)
+        case "bfe":
+            bits = a.dtype.itemsize * 8
+            start, size = (value(x, "u32").astype(a.dtype) for x in operands[1:])
+            assert ((start + size <= bits) & (size > 0)).all()
+            return a << (bits - start - size) >> (bits - size)
+        case "fma":
+            total = (a.astype(np.float64) * more[0] + more[1]).astype(np.float32)
+            return np.fmin(np.fmax(total, np.float32(0)), np.float32(1)) if "sat" in o else total
+        case "div" if kind[0] in "su":
+            wide, by = a.astype(np.int64), more[0].astype(np.int64)
+            return (np.abs(wide) // np.maximum(np.abs(by), 1) * np.sign(wide) * np.sign(by)).astype(a.dtype)
+        case "div":
+            return a / more[0]
+        case "mul" if o[1] == "hi":
+            return ((a.astype(np.int64 if kind[0] == "s" else np.uint64) * more[0]) >> 32).astype(a.dtype)
+        case "mad" | "mul" if o[1] == "wide":
+            wide = np.int64 if kind[0] == "s" else np.uint64
+            product = a.astype(wide) * more[0].astype(wide)
+            return product + value(operands[2], kind[0] + "64") if o[0] == "mad" else product
+        case "mad":
+            return a * more[0] + more[1]
+        case name:
+            return BINARY[name](a, more[0]) if more else UNARY[name](a)
 
 
-def _small(name: str, a: Array, *more: Array) -> Array:
-    """Numbers of 16 bits: fp16 is rounded once, as fp64 holds every sum and product of fp16 that fp16 can."""
-    wide = np.float64 if a.dtype == np.float16 else np.int64
+def _rounded(name: str, a: Array, *more: Array) -> Array:
+    """Computed in more bits. fp16 is rounded once: fp64 holds every sum and product of fp16 that has to be rounded."""
+    wide = np.int64 if a.dtype == np.int16 else np.float64
     if name == "fma":
         return (a.astype(wide) * more[0] + more[1]).astype(a.dtype)
     return (BINARY[name](a.astype(wide), more[0].astype(wide)) if more else UNARY[name](a)).astype(a.dtype)

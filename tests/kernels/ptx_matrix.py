@@ -43,6 +43,5 @@ def multiply(a: list[Array], b: list[Array], c: list[Array]) -> list[Array]:
     upper, lower = (np.concatenate((pairs(a[k]), pairs(a[k + 2])), 2) for k in (0, 1))
     right = np.concatenate((pairs(b[0]), pairs(b[1])), 2).swapaxes(1, 2)
     start = np.concatenate((numbers(c[0], c[1]), numbers(c[2], c[3])), 1)
-    with np.errstate(all="ignore"):
-        total = (start + np.concatenate((upper, lower), 1) @ right).astype(np.float32).reshape(-1, 2, 32, 2)
+    total = (start + np.concatenate((upper, lower), 1) @ right).astype(np.float32).reshape(-1, 2, 32, 2)
     return [np.ascontiguousarray(total[:, half, :, k]).reshape(-1) for half in (0, 1) for k in (0, 1)]
