@@ -11,11 +11,10 @@ from glm5deploy.quants.activations import fit_kernel, sort_fit_kernel
 from glm5deploy.quants.arguments import kernel_format, pointers, row_stride
 from glm5deploy.quants.counters import part_memory
 from glm5deploy.quants.formats import Format, Scales
-from glm5deploy.quants.launch import Launch
+from glm5deploy.quants.launch import Launch, sorted_at_once
 from glm5deploy.quants.planes import Planes
 
-SORTED_AT_ONCE = 1024  # pairs that a program which sorts looks at
-FIT_WARPS, FIT_SUPERS = 4, 4  # warps of a program that fits rows, and super-blocks that it takes, about
+FIT_WARPS, FIT_SUPERS = 4, 8  # warps of a program that fits rows, and super-blocks that it takes, about
 Fitted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # activations, sums, scales: see fit_kernel
 
 
@@ -70,7 +69,7 @@ def _sort_and_fit(
     blocks, tile = _blocks(rows, columns)
     sort_fit_kernel[(experts + blocks,)](
         ids, order, work, pairs, experts, x, *found, rows, columns, row_stride(x),
-        BM=bm, CHUNK=SORTED_AT_ONCE, num_warps=FIT_WARPS, **tile,
+        BM=bm, CHUNK=sorted_at_once(pairs), num_warps=FIT_WARPS, **tile,
     )  # fmt: skip
     return order, work, found
 

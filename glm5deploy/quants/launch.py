@@ -14,6 +14,7 @@ SEARCH_PAIRS = 128  # up to here, programs find their expert's pairs themselves;
 MOST_PARTS = 8  # of K, for one tile; all are read at once to be added up
 # What one more program that splits K costs a multiprocessor, in super-blocks: linear weights, experts
 LINEAR_PART, EXPERT_PART = 1.25, 0.75
+INTEGER_PART = 2.25  # of tiles of 32 tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ LONG_FEW = Launch(32, 8, parts=3, warps=1, stages=2, late=True)
 LONG_SOME = Launch(64, 16, parts=3, warps=2, stages=2, late=True, registers=112)
 # Products with integers, where weights can be: experts of more pairs, and weights that take longer than fitting x.
 INTEGER_PAIRS = 40  # up to here, programs that find their expert's pairs themselves are faster
+INTEGER_TOKENS = 192  # up to here, weights of many rows
 INTEGER_X = 128  # super-blocks of activations that shared memory holds
 INTEGER_FEW = Launch(64, 8, stages=2, integers=True)
 INTEGER_SOME = Launch(64, 16, stages=2, registers=128, integers=True)
@@ -90,12 +92,16 @@ def _long(n: int, supers: int, processors: int) -> bool:
 def integer_linear_launch(m: int, n: int, supers: int, processors: int) -> Launch | None:
     """For y[m, n] of a weight that can be multiplied as integers; None where that is not worth it."""
     if _long(n, supers, processors):
-        c = INTEGER_FEW if m <= 8 else INTEGER_SOME if m <= 16 else INTEGER_MANY if m <= 32 else INTEGER_LONG
-        return replace(c, parts=2)
-    if m <= 8 or (m <= 16 and n * supers < 300 * processors):
+        if m > 32:
+            return INTEGER_LONG if m <= INTEGER_TOKENS else None
+        return replace(INTEGER_FEW if m <= 8 else INTEGER_SOME if m <= 16 else INTEGER_MANY, parts=2)
+    if m <= 8 or m >= DENSE_TOKENS or (m <= 16 and n * supers < 300 * processors):
         return None
-    c = INTEGER_SOME if m <= 16 or (m <= 32 and n <= 16 * processors) else INTEGER_MORE
-    return _split(c, -(-m // c.bm) * -(-n // c.bn), supers, processors, LINEAR_PART)
+    if m <= 16 or (m <= 32 and n <= 16 * processors):
+        c, part = INTEGER_SOME, LINEAR_PART
+    else:
+        c, part = INTEGER_MORE, INTEGER_PART
+    return _split(c, -(-m // c.bm) * -(-n // c.bn), supers, processors, part)
 
 
 def linear_launch(m: int, n: int, supers: int, processors: int, together: bool = True) -> Launch:
@@ -117,6 +123,11 @@ def pair_launch(m: int, n: int, supers: int, processors: int) -> Launch | None:
     few = FEW_ALONE if n > 32 * processors else FEW_SPREAD
     c = few if m <= 8 else SOME
     return _split(c, -(-m // c.bm) * -(-n // c.bn), supers, processors, LINEAR_PART)
+
+
+def sorted_at_once(pairs: int) -> int:
+    """Pairs that a program which sorts them looks at together."""
+    return 1024 if pairs <= 8192 else 4096
 
 
 def gate_up_launch(pairs: int, experts: int, n: int, supers: int, processors: int) -> Launch:

@@ -18,7 +18,6 @@ from glm5deploy.quants import integer_products, launch
 from glm5deploy.quants.arguments import kernel_format, pointers, row_stride
 from glm5deploy.quants.counters import part_memory
 from glm5deploy.quants.formats import SUPER, Format
-from glm5deploy.quants.integer_products import SORTED_AT_ONCE
 from glm5deploy.quants.linear_kernel import dense_kernel, linear_kernel, pair_kernel
 from glm5deploy.quants.moe_kernel import down_kernel, gate_up_kernel, sort_kernel, sum_kernel
 from glm5deploy.quants.planes import Planes
@@ -65,13 +64,13 @@ def unpack_rows(planes: Planes, start: int, stop: int, dtype: torch.dtype = torc
 
 def linear_launch(m: int, fmt: Format, rows: int, columns: int, device: torch.device) -> launch.Launch | None:
     """What ``linear`` launches for m tokens; None where weights are unpacked for cuBLAS."""
-    if m >= launch.DENSE_TOKENS:
-        return None
     gpu, supers = _gpu(device), triton.cdiv(columns, SUPER)
     if gpu.integers and integer_products.has_integers(fmt, rows, columns):
         c = launch.integer_linear_launch(m, rows, supers, gpu.processors)
         if c is not None and rows >= c.bn:
             return c
+    if m >= launch.DENSE_TOKENS:
+        return None
     return launch.linear_launch(m, rows, supers, gpu.processors, gpu.together)
 
 
@@ -198,7 +197,8 @@ def _moe_launch(
 def moe_key(tokens: int, gate: Planes, up: Planes, down: Planes, topk: int, device: torch.device) -> Hashable:
     """What of ``moe`` depends on the number of tokens and chooses a compiled variant."""
     c = _moe_launch(tokens, topk, gate, up, down, device)
-    return c.gate_up.variant, c.down.variant, c.search, c.exact
+    at_once = 0 if c.search else launch.sorted_at_once(tokens * topk)
+    return c.gate_up.variant, c.down.variant, c.search, c.exact, at_once
 
 
 def moe(
@@ -253,7 +253,7 @@ def _find_pairs(ids: torch.Tensor, experts: int, c: _MoeLaunch) -> _Work:
         return empty, empty
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     work = torch.empty((experts + pairs // bm, 3), dtype=torch.int32, device=ids.device)
-    sort_kernel[(experts,)](ids, order, work, pairs, experts, BM=bm, CHUNK=SORTED_AT_ONCE, num_warps=4)
+    sort_kernel[(experts,)](ids, order, work, pairs, experts, BM=bm, CHUNK=launch.sorted_at_once(pairs), num_warps=4)
     return order, work
 
 

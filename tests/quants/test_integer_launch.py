@@ -18,7 +18,7 @@ SHAPES = ((16, 256), (64, 256), (512, 6144), (2624, 6144), (6144, 2048), (19360,
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_parts_have_counters(processors: int) -> None:
     """Fewer than there are on a stream: a launch that has none would end a server."""
-    for m, (n, k) in itertools.product(range(1, launch.DENSE_TOKENS), SHAPES):
+    for m, (n, k) in itertools.product(range(1, 300), SHAPES):
         c = launch.integer_linear_launch(m, n, k // 256, processors)
         if c is not None and c.parts > 1:
             assert -(-m // c.bm) * -(-n // c.bn) <= counters.TICKETS
@@ -46,6 +46,14 @@ def test_few_pairs_are_searched_for() -> None:
     assert up.parts == 2
     assert up.integers
     assert down.integers
+
+
+def test_long_weights_are_multiplied_up_to_more_tokens() -> None:
+    """Unpacking many rows costs more than a weight of few."""
+    assert launch.integer_linear_launch(launch.INTEGER_TOKENS, 19360, 24, 132) is launch.INTEGER_LONG
+    assert launch.integer_linear_launch(launch.INTEGER_TOKENS + 1, 19360, 24, 132) is None
+    assert launch.integer_linear_launch(launch.DENSE_TOKENS - 1, 2624, 24, 132) is not None
+    assert launch.integer_linear_launch(launch.DENSE_TOKENS, 2624, 24, 132) is None
 
 
 def _planes(name: str, rows: int, columns: int, experts: int = 1) -> Planes:

@@ -251,8 +251,11 @@ def test_the_table_cuts_sorted_pairs_for_both_products_alike(hidden: int, proces
         assert first == [launch.down_launch(pairs, experts, hidden, processors).bm for pairs in many]
 
 
-def test_keys_tell_apart_what_is_compiled_apart(experts: tuple[Planes, Planes, Planes]) -> None:
+def test_keys_tell_apart_what_is_compiled_apart(
+    experts: tuple[Planes, Planes, Planes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = torch.device(DEVICE)
+    monkeypatch.setattr(products, "_gpu", lambda device: products.Gpu(132, True, False))
     planes = planes_of("Q4_K", 64, 512)
     linear = [products.linear_key(m, planes, device) for m in range(1, 400)]
     assert len(set(linear)) == 4  # tiles of 8, 16 and 32 tokens, and cuBLAS
