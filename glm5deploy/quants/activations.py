@@ -30,19 +30,19 @@ def _fit_rows(block, x, fitted, sums, scales, R, K, x_stride, ROWS: tl.constexpr
     sixteenth = tl.where((k & 16) != 0, 0.0625, 1.0)
     b_fit = (b_x * up[:, None, None] * sixteenth).to(tl.float16)
     tl.store(fitted + row * K + at, b_fit, mask=ok)
-    b_sum = tl.sum(tl.reshape(b_fit.to(tl.float32) / sixteenth, [ROWS, SUPERS, 8, 32]), 3)
+    b_sum = tl.sum(tl.reshape(b_fit.to(tl.float32) / sixteenth, [ROWS, SUPERS, 16, 16]), 3)
     b_high = b_sum.to(tl.float16)
-    p_sums = sums + row * (K // 16) + s * 16 + tl.arange(0, 8)[None, None, :]
+    p_sums = sums + row * (K // 8) + s * 32 + tl.arange(0, 16)[None, None, :]
     ok = (row < R) & (s * 256 < K)
     tl.store(p_sums, b_high, mask=ok)
-    tl.store(p_sums + 8, (b_sum - b_high.to(tl.float32)).to(tl.float16), mask=ok)
+    tl.store(p_sums + 16, (b_sum - b_high.to(tl.float32)).to(tl.float16), mask=ok)
 
 
 @triton.jit(do_not_specialize=["R"])
 def fit_kernel(x, fitted, sums, scales, R, K, x_stride, ROWS: tl.constexpr, SUPERS: tl.constexpr):
     """Rows of x [R, K] as fp16 ``fitted`` [R, K], tiles of 16 with an odd number a sixteenth. Grid (R / ROWS).
 
-    sums fp16 [R, K / 256, 16]: of a super-block's eight groups of 32, then what rounding these to fp16 took off.
+    sums fp16 [R, K / 256, 32]: of a super-block's sixteen tiles, then what rounding these to fp16 took off.
     scales fp32 [R]: what undoes a row's scaling. SUPERS: K / 256 or the next power of two.
     """
     _fit_rows(tl.program_id(0), x, fitted, sums, scales, R, K, x_stride, ROWS, SUPERS)

@@ -12,7 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from glm5deploy.quants.integer_tile import K4, half_count, integer_tile, minimum_tile, scale_bytes, word_count
+from glm5deploy.quants.integer_text import has_minima, shrink
+from glm5deploy.quants.integer_tile import half_count, integer_tile, minimum_tile, scale_bytes, word_count
 
 
 @gluon.constexpr_function
@@ -43,9 +44,9 @@ def weight_memory(BN: gl.constexpr, STAGES: gl.constexpr, FMT: gl.constexpr):
 
 @gluon.jit
 def x_memory(BM: gl.constexpr, COUNT: gl.constexpr):
-    """COUNT super-blocks of BM rows of activations [COUNT, BM, 256] and their sums [COUNT, BM, 16]."""
+    """COUNT super-blocks of BM rows of activations [COUNT, BM, 256] and their sums [COUNT, BM, 32]."""
     x = gl.allocate_shared_memory(gl.float16, [COUNT, BM, 256], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-    sums = gl.allocate_shared_memory(gl.float16, [COUNT, BM, 16], gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))
+    sums = gl.allocate_shared_memory(gl.float16, [COUNT, BM, 32], gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
     return x, sums
 
 
@@ -68,7 +69,7 @@ def _bring_codes(memory, plane, rows, N, BITS: gl.constexpr, BN: gl.constexpr, W
     r = gl.arange(0, BITS * BN, gl.SliceLayout(1, COPY))[:, None]
     j = gl.arange(0, 16, gl.SliceLayout(0, COPY))[None, :]
     at = (r // BN * N + r % BN) * 16 + j
-    async_copy.async_copy_global_to_shared(memory, plane + (at + rows * (16 * BITS)))
+    async_copy.async_load(memory, plane + (at + rows * (16 * BITS)))
 
 
 @gluon.jit
@@ -85,11 +86,11 @@ def bring_weights(
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     w = gl.arange(0, 4, gl.SliceLayout(1, WORDS))[:, None]
     at = N * w + gl.arange(0, BN, gl.SliceLayout(0, WORDS))[None, :]
-    async_copy.async_copy_global_to_shared(words.index(slot), planes[2] + n + (at + rows * W), mask=w < W)
+    async_copy.async_load(words.index(slot), planes[2] + n + (at + rows * W), mask=w < W)
     H: gl.constexpr = half_count(FMT)
     HALVES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     at = N * gl.arange(0, H, gl.SliceLayout(1, HALVES))[:, None] + gl.arange(0, BN, gl.SliceLayout(0, HALVES))[None, :]
-    async_copy.async_copy_global_to_shared(halves.index(slot), planes[3] + n + (at + rows * H))
+    async_copy.async_load(halves.index(slot), planes[3] + n + (at + rows * H))
 
 
 @gluon.constexpr_function
@@ -99,7 +100,7 @@ def x_layout(warps):
 
 @gluon.constexpr_function
 def sums_layout(warps):
-    return gl.BlockedLayout([1, 8], [16, 2], [warps, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [8, 4], [warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -113,10 +114,10 @@ def bring_x(memory, x, sums, rows, sums_rows, count, slot, sb, SUPERS, WARPS: gl
     BM: gl.constexpr = rows.shape[0]
     at = (rows * (SUPERS * 256))[:, None] + gl.arange(0, 256, gl.SliceLayout(0, X))[None, :] + sb * 256
     ok = gl.arange(0, BM, gl.SliceLayout(1, X))[:, None] < count
-    async_copy.async_copy_global_to_shared(memory[0].index(slot), x + at, mask=ok)
-    at = (sums_rows * (SUPERS * 16))[:, None] + gl.arange(0, 16, gl.SliceLayout(0, S))[None, :] + sb * 16
+    async_copy.async_load(memory[0].index(slot), x + at, mask=ok)
+    at = (sums_rows * (SUPERS * 32))[:, None] + gl.arange(0, 32, gl.SliceLayout(0, S))[None, :] + sb * 32
     ok = gl.arange(0, BM, gl.SliceLayout(1, S))[:, None] < count
-    async_copy.async_copy_global_to_shared(memory[1].index(slot), sums + at, mask=ok)
+    async_copy.async_load(memory[1].index(slot), sums + at, mask=ok)
 
 
 @gluon.jit
@@ -159,10 +160,13 @@ def _half(memory, slot, K: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 def add_scaled(acc, total, memory, least, x, slot, x_slot, FMT: gl.constexpr, WARPS: gl.constexpr):
     """acc + a super-block's total as its weights have it: times d, less dmin times minima times sums of x."""
-    d = _half(memory, slot, 0, WARPS)
-    if FMT[3] == K4:
-        sums = x[1].index(x_slot).permute((1, 0)).load(operand(1, WARPS))
-        less = mma_v2(minimum_tile(least, operand(0, WARPS)), sums, gl.zeros_like(acc))
+    d = _half(memory, slot, 0, WARPS) * (1.0 / shrink(FMT))
+    if has_minima(FMT):
+        B: gl.constexpr = operand(1, WARPS)
+        tile = minimum_tile(least, FMT, operand(0, WARPS))
+        sums = x[1].index(x_slot)
+        less = mma_v2(tile, sums.slice(0, 16, 1).permute((1, 0)).load(B), gl.zeros_like(acc))
+        less = mma_v2(tile, sums.slice(16, 16, 1).permute((1, 0)).load(B), less)
         return acc + d * total - _half(memory, slot, 1, WARPS) * less
     else:
-        return acc + (d * 16.0) * total
+        return acc + d * total

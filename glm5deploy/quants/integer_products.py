@@ -15,6 +15,7 @@ from glm5deploy.quants.launch import Launch, sorted_at_once
 from glm5deploy.quants.planes import Planes
 
 FIT_WARPS, FIT_SUPERS = 4, 8  # warps of a program that fits rows, and super-blocks that it takes, about
+_INTEGERS = frozenset({Scales.K2, Scales.K3, Scales.K4, Scales.K6})
 Fitted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # activations, sums, scales: see fit_kernel
 
 
@@ -25,19 +26,20 @@ def gluon_ready() -> bool:
         return False
     try:
         from triton.experimental.gluon import language
+        from triton.experimental.gluon.language.nvidia.ampere import async_copy
     except ImportError:
         return False
-    return hasattr(language, "barrier")
+    return hasattr(language, "barrier") and hasattr(async_copy, "async_load")
 
 
 def has_integers(fmt: Format, rows: int, columns: int) -> bool:
     """Whether a weight can be multiplied as integers: its type and shape."""
-    return fmt.scales in (Scales.K4, Scales.K6) and columns % 256 == 0 and rows % 16 == 0
+    return fmt.scales in _INTEGERS and columns % 256 == 0 and rows % 16 == 0
 
 
 def _empty(rows: int, columns: int, device: torch.device) -> Fitted:
     fitted = torch.empty((rows, columns), dtype=torch.float16, device=device)
-    sums = torch.empty((rows, columns // 16), dtype=torch.float16, device=device)
+    sums = torch.empty((rows, columns // 8), dtype=torch.float16, device=device)
     return fitted, sums, torch.empty(rows, dtype=torch.float32, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Activations in fp16: nothing of a bf16 row that counts is lost, whatever its size; sums are those of its groups."""
+"""Activations in fp16: nothing of a bf16 row that counts is lost, whatever its size; sums are those of its tiles."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_a_row_keeps_its_bits(columns: int) -> None:
     assert fitted.isfinite().all()
     mantissa, _ = torch.frexp(scales)
     assert (mantissa == 0.5).all(), "scales are powers of two"
-    groups = whole(fitted).reshape(len(x), -1, 8, 32).sum(-1)
-    found = sums.double().reshape(len(x), -1, 2, 8).sum(2)
-    assert (found - groups).abs().max() <= groups.abs().max() * 2.0**-20
+    tiles = whole(fitted).reshape(len(x), -1, 16, 16).sum(-1)
+    found = sums.double().reshape(len(x), -1, 2, 16).sum(2)
+    assert (found - tiles).abs().max() <= tiles.abs().max() * 2.0**-20
 
 
 def test_what_is_no_number_stays_none() -> None:
