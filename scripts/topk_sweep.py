@@ -43,9 +43,10 @@ Row = dict[str, object]
 
 def launched(config: TopkConfig, rows: int, width: int) -> Hashable:
     """The same for two configurations that launch the same."""
-    if held := config.step(width) or config.block(width):
+    multiprocessors = gpu(torch.device("cuda", 0)).multiprocessors
+    if held := config.step(width, rows > multiprocessors) or config.block(width):
         return held
-    return config.parts(rows, width, gpu(torch.device("cuda", 0)).multiprocessors)
+    return config.parts(rows, width, multiprocessors)
 
 
 def variants(rows: int, width: int) -> dict[str, TopkConfig]:

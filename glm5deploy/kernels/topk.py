@@ -37,8 +37,8 @@ def topk_variant(rows: int, max_length: int, k: int, stride: int, of: Gpu) -> tu
     """What `select_topk` launches on a GPU: launches with the same value share every compiled variant."""
     config = topk_config(k, of.arch)
     width = _width(stride, max_length, has_starts=False)
-    if steps := config.step(width):
-        return "steps", steps.warps, steps.groups, 0
+    if steps := config.step(width, rows > of.multiprocessors):
+        return "steps", steps.warps, steps.groups, steps.registers or 0
     if warps := config.block(width):
         return "block", warps, 0, 0
     parts, _ = config.parts(rows, width, of.multiprocessors)
@@ -90,7 +90,7 @@ def select_topk(
         return out
     first = lengths if starts is None else starts
     row_arguments = (logits, first, lengths, out, k, logits.stride(0), out.stride(0))
-    if steps := config.step(width):
+    if steps := config.step(width, rows > of.multiprocessors):
         from glm5deploy.kernels.topk_steps import topk_steps_kernel  # needs Gluon: `steps_ready`
 
         topk_steps_kernel[(rows,)](
@@ -99,8 +99,9 @@ def select_topk(
             WARPS=steps.warps,
             GROUPS=steps.groups,
             LOG_BINS=steps.log_bins,
+            SPARING=steps.sparing,
             num_warps=steps.warps,
-            maxnreg=BLOCK_REGISTERS,
+            maxnreg=steps.registers,
         )
         return out
     if warps := config.block(width):

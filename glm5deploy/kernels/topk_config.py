@@ -32,6 +32,7 @@ class Steps:
 
     warps: int
     groups: int  # of 128 columns that a warp holds
+    registers: int | None = BLOCK_REGISTERS  # a thread may use, None for any number
     log_bins: int = 7
 
     def __post_init__(self) -> None:
@@ -42,9 +43,15 @@ class Steps:
         """Longest row, with what comes in front of it within 16 bytes."""
         return 128 * self.warps * self.groups
 
+    @property
+    def sparing(self) -> bool:
+        """Whether the kernel must spare registers: twice as many columns a thread in as many of them."""
+        return self.groups > 4 and self.registers is not None
 
-# The first one that a row fits is taken.
-STEPS = (Steps(8, 4), Steps(16, 4), Steps(16, 8))
+
+# The first one that a row fits is taken. Where two programs must share a multiprocessor, all of them leave room for it.
+STEPS = (Steps(8, 4), Steps(16, 4), Steps(16, 8, None))
+CROWDED_STEPS = (*STEPS[:2], Steps(16, 8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +74,10 @@ class TopkConfig:
         """Warps of a program that holds a whole row of `width` columns, 0 when none does."""
         return next((warps for warps in self.block_warps if width <= WARP_COLUMNS * warps), 0)
 
-    def step(self, width: int) -> Steps | None:
-        """The launch of `topk_steps` for a row of `width` columns."""
-        return next((steps for steps in STEPS if width <= min(steps.columns, self.steps_columns)), None)
+    def step(self, width: int, crowded: bool = False) -> Steps | None:
+        """The launch of `topk_steps` for rows of `width` columns; crowded: more of them than multiprocessors."""
+        launches = CROWDED_STEPS if crowded else STEPS
+        return next((steps for steps in launches if width <= min(steps.columns, self.steps_columns)), None)
 
     def parts(self, rows: int, width: int, multiprocessors: int) -> tuple[int, int]:
         """Programs that share a row of `width` columns, and blocks of columns that each of them has."""

@@ -25,17 +25,20 @@ from glm5deploy.kernels.topk_steps_device import (
     sample,
     scan_fours,
     steps_down,
-    store_taken,
+    store_each,
+    store_fours,
 )
 
 MOST_KEY = gl.constexpr(2139095040)  # +inf's
 
 
 @gluon.jit
-def far_key(x):
-    """uint32 in the opposite order of numbers that are neither NaN nor -0; 0 for +inf."""
-    bits = x.to(gl.int32, bitcast=True)
-    return (MOST_KEY - (bits ^ ((bits >> 31) & 0x7FFFFFFF))).to(gl.uint32, bitcast=True)
+def far_keys(b_x, before, width, o_c):
+    """uint32 in the opposite order of the numbers, 0 for +inf; -0 counts as 0, NaN as -inf; 2^32 - 1 outside."""
+    # The sum makes -0 a 0, and the maximum of NaN and a number is the number.
+    b_bits = gl.maximum(b_x + 0.0, float("-inf")).to(gl.int32, bitcast=True)
+    b_far = (MOST_KEY - (b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF))).to(gl.uint32, bitcast=True)
+    return gl.where((o_c >= before) & (o_c < before + width), b_far, 0xFFFFFFFF)
 
 
 @gluon.jit(
@@ -54,6 +57,7 @@ def topk_steps_kernel(
     WARPS: gl.constexpr,  # of this launch
     GROUPS: gl.constexpr,  # of 128 columns that a warp holds; a multiple of 4
     LOG_BINS: gl.constexpr,  # of one round; at least 5
+    SPARING: gl.constexpr,  # fewer registers, for a few more instructions
 ):
     BINS: gl.constexpr = 2**LOG_BINS
     totals = gl.allocate_shared_memory(gl.int32, [WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -99,16 +103,13 @@ def topk_steps_kernel(
         # Read anew, so that nothing is kept for this case in the other one.
         size = gl.load(lengths + i_t, volatile=True)
         b_y, o_d = load_row(p_row, before, size, WARPS, GROUPS)
-        # -0 counts as 0, as the sum makes it, and NaN as -inf: the maximum of NaN and a number is the number.
-        b_y = gl.maximum(b_y + 0.0, float("-inf"))
-        m_row = (o_d >= before) & (o_d < before + size)
-        # What no step told from the k-th best lies together in the order of keys, too.
-        b_step = steps_down(b_y, factor, offset)
-        least, most = ends(b_y, m_row & (b_step >= first.to(gl.uint32)) & (b_step <= last))
-        base = far_key(most)
-        span = far_key(least) - base
-        b_u = gl.where(m_row, far_key(b_y), 0xFFFFFFFF)
+        b_u = far_keys(b_y, before, size, o_d)
         if size > k:
+            # What no step told from the k-th best lies together in the order of keys, too.
+            b_step = steps_down(b_y, factor, offset)
+            m_left = (b_step >= first.to(gl.uint32)) & (b_step <= last) & (b_u != 0xFFFFFFFF)
+            base, top = ends(b_u, m_left)
+            span = top - base
             while (reach != k) & (span > 0):
                 # Bits of span minus those of a bin's number; rounding up to a power of two costs half of the bins.
                 bits = (span.to(gl.float32).to(gl.int32, bitcast=True) >> 23) - 126
@@ -133,6 +134,10 @@ def topk_steps_kernel(
     # Negative where the column is taken: the sign is the flag, and neither predicates nor flags are kept. Numbers are
     # below 2^31 here.
     b_less = (b_u - (last + 1)).to(gl.int32, bitcast=True)
-    b_before = ones_before((b_less.to(gl.uint32, bitcast=True) >> 31).to(gl.int32), totals, WARPS, GROUPS)
+    b_flag = (b_less.to(gl.uint32, bitcast=True) >> 31).to(gl.int32)
+    b_before = ones_before(b_flag, totals, WARPS, GROUPS)
     o_t, o_r = places(WARPS, GROUPS)
-    store_taken(p_top, b_before, (o_t - before) + o_r, b_less)
+    if SPARING:
+        store_fours(p_top, b_before, (o_t - before) + o_r, b_less)
+    else:
+        store_each(p_top - 1, b_before + scan_fours(b_flag), (o_t - before) + o_r, b_less)

@@ -143,10 +143,10 @@ def find_bin(b_bin, m_bin, above, k, WARPS: gl.constexpr, LOG_BINS: gl.constexpr
 
 
 @gluon.jit
-def ends(b_x, m_x):
-    """The least and the largest of the numbers that m_x names."""
-    least = gl.min(gl.ravel(gl.where(m_x, b_x, float("inf"))), axis=0)
-    return least, gl.max(gl.ravel(gl.where(m_x, b_x, float("-inf"))), axis=0)
+def ends(b_key, m_key):
+    """The least and the largest of the uint32 keys that m_key names, of which there are some."""
+    least = gl.min(gl.ravel(gl.where(m_key, b_key, 0xFFFFFFFF)), axis=0)
+    return least, gl.max(gl.ravel(gl.where(m_key, b_key, 0)), axis=0)
 
 
 @gluon.jit
@@ -187,11 +187,30 @@ def ones_before(b_flag, totals, WARPS: gl.constexpr, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def store_taken(p_out, b_before, b_value, b_less):
-    """Store int32 values one behind the other where b_less is negative; b_before: `ones_before` of them.
+def store_each(p_before, b_rank, b_value, b_less):
+    """Store int32 values where b_less is negative, one behind the other from behind p_before; b_rank counts from 1."""
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred keep;
+        .reg .b64 place;
+        setp.lt.s32 keep, $4, 0;
+        mad.wide.u32 place, $2, 4, $1;
+        @keep st.global.b32 [place], $3;
+        mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r,r,r",
+        [p_before.to(gl.int64), b_rank, b_value, b_less],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
-    One four of neighbours after the other, so that no place is kept in a register.
-    """
+
+@gluon.jit
+def store_fours(p_out, b_before, b_value, b_less):
+    """The same, from p_out on, with `ones_before` of them: no place is kept in a register, but each waits for another."""
     gl.inline_asm_elementwise(
         """
         {

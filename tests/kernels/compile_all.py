@@ -40,7 +40,7 @@ MULTIPROCESSORS = {80: 108, 86: 46, 89: 58, 90: 132, 100: 148, 120: 70, 121: 48}
 TOPK = 2048
 MOST_TOKENS = 16_384
 LONGEST = 202_752  # positions of a context
-STEPS_SPILL_LIMIT = 256
+SPARING_SPILL_LIMIT = 256
 BF16, F32, I32, I64, U8, E4M3 = "*bf16", "*fp32", "*i32", "*i64", "*u8", "*fp8e4nv"
 
 
@@ -188,11 +188,15 @@ def selection_job(arch: int, variant: tuple[str, int, int, int], part_warps: int
             kernel, registers = "topk_block.topk_block_kernel", topk.BLOCK_REGISTERS
             yield Job(kernel, arch, warps, 3, types, constants, ("logits",), registers=registers)
         case "steps":
-            (steps,) = [steps for steps in topk.STEPS if (steps.warps, steps.groups) == (warps, sample)]
-            chosen = {"HAS_STARTS": False, "WARPS": warps, "GROUPS": steps.groups, "LOG_BINS": steps.log_bins}
-            kernel, registers = "topk_steps.topk_steps_kernel", topk.BLOCK_REGISTERS
+            # Of a launch of this kind the last two numbers are groups and registers.
+            launch = topk.Steps(warps, sample, parts or None)
+            assert launch in (*topk.STEPS, *topk.CROWDED_STEPS)
+            chosen = {"HAS_STARTS": False, "WARPS": warps, "GROUPS": launch.groups, "LOG_BINS": launch.log_bins}
             # Two programs a multiprocessor are worth what 16k columns spill: mostly where a row is read again.
-            yield Job(kernel, arch, warps, 3, types, chosen, ("logits",), STEPS_SPILL_LIMIT, registers)
+            limit = SPARING_SPILL_LIMIT if launch.sparing else SPILL_LIMIT
+            chosen |= {"SPARING": launch.sparing}
+            kernel = "topk_steps.topk_steps_kernel"
+            yield Job(kernel, arch, warps, 3, types, chosen, ("logits",), limit, launch.registers)
         case "stream" | "parts":
             if parts:
                 chosen = constants | {"WARPS": part_warps, "SAMPLE": sample, "EARLY": early}

@@ -138,12 +138,12 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_steps_take_rows_up_to_their_limit_on_the_architecture_that_was_measured() -> None:
     of, limit = Gpu(90, 132, "sm90"), topk_config.STEPS_COLUMNS
     assert limit == 16_384
-    for rows in (1, 2048):
-        assert topk_variant(rows, 4096, 2048, 4096, of) == ("steps", 8, 4, 0)
-        assert topk_variant(rows, 4095, 2048, 4095, of) == ("steps", 16, 4, 0)
-        assert topk_variant(rows, 8192, 2048, 8192, of) == ("steps", 16, 4, 0)
-        assert topk_variant(rows, 8190, 2048, 8191, of) == ("steps", 16, 8, 0)
-        assert topk_variant(rows, limit, 2048, limit, of) == ("steps", 16, 8, 0)
+    for rows, most in ((1, 0), (132, 0), (133, 64), (2048, 64)):
+        assert topk_variant(rows, 4096, 2048, 4096, of) == ("steps", 8, 4, 64)
+        assert topk_variant(rows, 4095, 2048, 4095, of) == ("steps", 16, 4, 64)
+        assert topk_variant(rows, 8192, 2048, 8192, of) == ("steps", 16, 4, 64)
+        assert topk_variant(rows, 8190, 2048, 8191, of) == ("steps", 16, 8, most)
+        assert topk_variant(rows, limit, 2048, limit, of) == ("steps", 16, 8, most)
         beyond = "parts" if rows == 1 else "stream"
         assert topk_variant(rows, limit - 2, 2048, limit - 1, of)[0] == beyond
         assert topk_variant(rows, limit, 2049, limit, of)[0] == beyond

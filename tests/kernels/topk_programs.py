@@ -75,7 +75,7 @@ def kernels() -> Iterator[tuple[Built, bool]]:
     from glm5deploy.kernels.topk_stream import topk_parts_kernel, topk_stream_kernel
 
     for warps, groups, bins, starts in ((2, 4, 7, False), (1, 8, 5, True)):
-        constants = {"HAS_STARTS": starts, "WARPS": warps, "GROUPS": groups, "LOG_BINS": bins}
+        constants = {"HAS_STARTS": starts, "WARPS": warps, "GROUPS": groups, "LOG_BINS": bins, "SPARING": groups > 4}
         yield build(topk_steps_kernel, constants, warps, 128 * warps * groups), starts
     yield build(topk_block_kernel, {"HAS_STARTS": True, "WARPS": 2, "ASM": True}, 2, 1024), True
     same = {"HAS_STARTS": True, "WARPS": 2, "SAMPLE": 256, "ASM": True, "EARLY": True}
