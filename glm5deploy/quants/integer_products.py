@@ -16,6 +16,7 @@ from glm5deploy.quants.planes import Planes
 
 FIT_WARPS, FIT_SUPERS = 4, 8  # warps of a program that fits rows, and super-blocks that it takes, about
 _INTEGERS = frozenset({Scales.K2, Scales.K3, Scales.K4, Scales.K6})
+Work = tuple[torch.Tensor, torch.Tensor]  # pairs by expert, and chunks of them: see sort_kernel
 Fitted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # activations, sums, scales: see fit_kernel
 
 
@@ -50,7 +51,7 @@ def _blocks(rows: int, columns: int) -> tuple[int, dict[str, int]]:
     return triton.cdiv(rows, each), {"ROWS": each, "SUPERS": supers}
 
 
-def _fit(x: torch.Tensor) -> Fitted:
+def fit(x: torch.Tensor) -> Fitted:
     """bf16 [R, K], K a multiple of 256, as ``fit_kernel`` has it."""
     rows, columns = x.shape
     found = _empty(rows, columns, x.device)
@@ -59,10 +60,8 @@ def _fit(x: torch.Tensor) -> Fitted:
     return found
 
 
-def _sort_and_fit(
-    x: torch.Tensor, ids: torch.Tensor, experts: int, bm: int
-) -> tuple[torch.Tensor, torch.Tensor, Fitted]:
-    """Order and work items of all pairs (moe_kernel.py), cut for tiles of ``bm``, and x fitted."""
+def sort_and_fit(x: torch.Tensor, ids: torch.Tensor, experts: int, bm: int) -> tuple[Work, Fitted]:
+    """Order and work items of all pairs (moe_kernel.py), cut for tiles of ``bm``, and x bf16 [T, K] fitted."""
     rows, columns = x.shape
     pairs = ids.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
@@ -73,58 +72,35 @@ def _sort_and_fit(
         ids, order, work, pairs, experts, x, *found, rows, columns, row_stride(x),
         BM=bm, CHUNK=sorted_at_once(pairs), num_warps=FIT_WARPS, **tile,
     )  # fmt: skip
-    return order, work, found
+    return (order, work), found
 
 
-def moe(
-    x: torch.Tensor,
-    gate: Planes,
-    up: Planes,
-    down: Planes,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    terms: torch.Tensor,
-    a: Launch,
-    b: Launch,
-) -> None:
-    """terms [P, outputs] of products.moe's sum, for x bf16 [T, hidden]; ids and weights [T, TOPK] without gaps."""
-    order, work, fitted = _sort_and_fit(x, ids, gate.experts, a.bm)
-    hidden = _gate_up(fitted, gate, up, ids.shape[1], order, work, a)
-    _down(_fit(hidden), down, weights, order, work, terms, b)
-
-
-def _gate_up(
-    fitted: Fitted, gate: Planes, up: Planes, topk: int, order: torch.Tensor, work: torch.Tensor, c: Launch
-) -> torch.Tensor:
+def gate_up(fitted: Fitted, gate: Planes, up: Planes, topk: int, work: Work, c: Launch) -> torch.Tensor:
     """Hidden units bf16 [P, N] of sorted pairs."""
     from glm5deploy.quants.integer_moe import integer_gate_up_kernel  # Gluon: ``gluon_ready``
 
-    pairs, n = order.shape[0], gate.rows
+    (order, items), n = work, gate.rows
+    pairs = order.shape[0]
     hidden = torch.empty((pairs, n), dtype=torch.bfloat16, device=order.device)
     blocks = triton.cdiv(n, c.bn)
     parts, tickets = part_memory(c.parts, pairs, 2 * n, pairs * blocks, order.device)
-    integer_gate_up_kernel[(blocks, work.shape[0], c.parts)](
-        *fitted, *pointers(gate), *pointers(up), order, work, hidden, parts, tickets, pairs, n, gate.supers, c.parts,
+    integer_gate_up_kernel[(blocks, items.shape[0], c.parts)](
+        *fitted, *pointers(gate), *pointers(up), order, items, hidden, parts, tickets, pairs, n, gate.supers, c.parts,
         G=kernel_format(gate.format), U=kernel_format(up.format), TOPK=topk, BN=c.bn, BM=c.bm, WARPS=c.warps,
         STAGES=c.stages, **c.options,
     )  # fmt: skip
     return hidden
 
 
-def _down(
-    fitted: Fitted,
-    planes: Planes,
-    weights: torch.Tensor,
-    order: torch.Tensor,
-    work: torch.Tensor,
-    terms: torch.Tensor,
-    c: Launch,
+def down(
+    hidden: torch.Tensor, planes: Planes, weights: torch.Tensor, work: Work, terms: torch.Tensor, c: Launch
 ) -> None:
-    """Terms [P, outputs] of sorted pairs: their weights times the second product."""
+    """Terms [P, outputs] of sorted pairs: weights [T, TOPK] times the second product of hidden bf16 [P, K]."""
     from glm5deploy.quants.integer_moe import integer_down_kernel  # Gluon: ``gluon_ready``
 
-    integer_down_kernel[(triton.cdiv(planes.rows, c.bn * c.tiles), work.shape[0])](
-        *fitted, *pointers(planes), order, work, weights, terms, planes.rows, c.tiles,
+    order, items = work
+    integer_down_kernel[(triton.cdiv(planes.rows, c.bn * c.tiles), items.shape[0])](
+        *fit(hidden), *pointers(planes), order, items, weights, terms, planes.rows, c.tiles,
         FMT=kernel_format(planes.format), SUPERS=planes.supers, BN=c.bn, BM=c.bm, WARPS=c.warps, STAGES=c.stages,
         **c.options,
     )  # fmt: skip
@@ -138,6 +114,6 @@ def linear(x: torch.Tensor, planes: Planes, out: torch.Tensor, c: Launch) -> Non
     grid = (triton.cdiv(m, c.bm), triton.cdiv(n, c.bn), c.parts)
     parts, tickets = part_memory(c.parts, grid[0] * c.bm, grid[1] * c.bn, grid[0] * grid[1], x.device)
     integer_linear_kernel[grid](
-        *_fit(x), *pointers(planes), out, parts, tickets, m, n, out.stride(0), planes.supers, c.parts,
+        *fit(x), *pointers(planes), out, parts, tickets, m, n, out.stride(0), planes.supers, c.parts,
         FMT=kernel_format(planes.format), BN=c.bn, BM=c.bm, WARPS=c.warps, STAGES=c.stages, **c.options,
     )  # fmt: skip

@@ -144,25 +144,37 @@ def down_launch(pairs: int, experts: int, n: int, processors: int) -> Launch:
     if pairs <= SEARCH_PAIRS and pairs * n <= 512 * processors:  # one token of GLM-5
         return replace(FEW_ALONE, tiles=max(1, round(pairs * n / (FEW_ALONE.bn * 4 * processors))))
     c = FEW_WIDE if pairs <= max(8 * experts, SEARCH_PAIRS) else SOME
-    tiles = round(min(pairs, experts) * -(-n // c.bn) / (5.5 * processors))
-    return replace(c, tiles=max(1, min(tiles, 8 if pairs <= 4 * experts else 768 // c.bn)))
+    return replace(c, tiles=_span(c, pairs, experts, n, processors))
 
 
 def integer_moe_launch(
-    pairs: int, experts: int, n: int, supers: int, down_supers: int, processors: int
+    pairs: int, experts: int, gate_up: tuple[int, int, bool], down: tuple[int, int, bool], processors: int
 ) -> tuple[Launch, Launch] | None:
-    """For both products of sorted pairs, of ``n`` hidden units; None where integers are not worth it.
+    """For both products of sorted pairs, at least one of weights that can be integers; None where it is not worth it.
 
-    The second product keeps all of its activations in shared memory, ``down_supers`` super-blocks of each pair.
+    Each product: rows of a weight, super-blocks, and whether it can. The second keeps all of its activations in shared
+    memory. Where the other product cannot, both have its tile of tokens.
     """
-    most = INTEGER_X // down_supers
-    if pairs <= INTEGER_PAIRS or most < INTEGER_FEW.bm:
+    (units, supers, first), (outputs, down_supers, second) = gate_up, down
+    most = INTEGER_X // down_supers if second else INTEGER_X
+    most = most if first and second else min(most, INTEGER_SOME.bm)
+    if pairs <= (INTEGER_PAIRS if first and second else SEARCH_PAIRS) or most < INTEGER_FEW.bm:
         return None
     if pairs <= 5 * experts or most < INTEGER_SOME.bm:
-        up = INTEGER_FEW
+        c = INTEGER_FEW
     else:
-        up = INTEGER_SOME if pairs <= 16 * experts or most < INTEGER_MANY.bm else INTEGER_MANY
-    programs = max(min(pairs, experts), pairs // up.bm) * -(-n // up.bn)
-    parts = max(1, min(MOST_PARTS, supers, up.resident * processors // programs))
-    stages = 3 if up is INTEGER_FEW else 2
-    return replace(up, parts=parts), replace(up, stages=stages, registers=0, tiles=6 if pairs <= experts else 12)
+        c = INTEGER_SOME if pairs <= 16 * experts or most < INTEGER_MANY.bm else INTEGER_MANY
+    a, b = (FEW_WIDE, FEW_WIDE) if c is INTEGER_FEW else (SOME_ALONE, SOME)
+    if first:
+        programs = max(min(pairs, experts), pairs // c.bm) * -(-units // c.bn)
+        a = replace(c, parts=max(1, min(MOST_PARTS, supers, c.resident * processors // programs)))
+    if second:
+        stages = 3 if c is INTEGER_FEW else 2
+        return a, replace(c, stages=stages, registers=0, tiles=6 if pairs <= experts else 12)
+    return a, replace(b, tiles=_span(b, pairs, experts, outputs, processors))
+
+
+def _span(c: Launch, pairs: int, experts: int, n: int, processors: int) -> int:
+    """Tiles that a program of the second product takes in turn."""
+    tiles = round(min(pairs, experts) * -(-n // c.bn) / (5.5 * processors))
+    return max(1, min(tiles, 8 if pairs <= 4 * experts else 768 // c.bn))

@@ -18,12 +18,14 @@ from glm5deploy.quants import integer_products, launch
 from glm5deploy.quants.arguments import kernel_format, pointers, row_stride
 from glm5deploy.quants.counters import part_memory
 from glm5deploy.quants.formats import SUPER, Format
+from glm5deploy.quants.integer_products import Work
 from glm5deploy.quants.linear_kernel import dense_kernel, linear_kernel, pair_kernel
 from glm5deploy.quants.moe_kernel import down_kernel, gate_up_kernel, sort_kernel, sum_kernel
 from glm5deploy.quants.planes import Planes
 
 DENSE_CHUNK_BYTES = 64 << 20  # of bf16 weights unpacked at a time for cuBLAS
 EXACT_TERMS = 1024  # up to so many pairs a token's terms are kept in fp32, then in the activations' type
+INTEGER_ROWS = 64  # of the launch table's tiles for experts
 SUM_SPAN = 512  # outputs that a program of the sum over a token's experts takes
 
 
@@ -72,6 +74,11 @@ def linear_launch(m: int, fmt: Format, rows: int, columns: int, device: torch.de
     if m >= launch.DENSE_TOKENS:
         return None
     return launch.linear_launch(m, rows, supers, gpu.processors, gpu.together)
+
+
+def _integers(planes: Planes) -> bool:
+    """Whether a weight can be multiplied as integers, in any of the table's tiles."""
+    return integer_products.has_integers(planes.format, planes.rows, planes.columns) and planes.rows >= INTEGER_ROWS
 
 
 def _linear_launch(m: int, planes: Planes, device: torch.device) -> launch.Launch | None:
@@ -181,16 +188,17 @@ def _moe_launch(
     configs: tuple[launch.Launch, launch.Launch] | None = None,
 ) -> _MoeLaunch:
     pairs, experts, gpu = tokens * topk, gate.experts, _gpu(device)
-    whole = all(integer_products.has_integers(p.format, p.rows, p.columns) for p in (gate, up, down))
-    if configs is None and gpu.integers and whole:
-        configs = launch.integer_moe_launch(pairs, experts, gate.rows, gate.supers, down.supers, gpu.processors)
-        if configs is not None and min(gate.rows, down.rows) < configs[0].bn:
-            configs = None
+    if configs is None and gpu.integers:
+        first, second = _integers(gate) and _integers(up), _integers(down)
+        if first or second:
+            configs = launch.integer_moe_launch(
+                pairs, experts, (gate.rows, gate.supers, first), (down.rows, down.supers, second), gpu.processors
+            )
     a, b = configs or (
         launch.gate_up_launch(pairs, experts, gate.rows, gate.supers, gpu.processors),
         launch.down_launch(pairs, experts, down.rows, gpu.processors),
     )
-    search = 0 if a.integers or pairs > launch.SEARCH_PAIRS else 1 if tokens == 1 else launch.SEARCH_PAIRS
+    search = 0 if a.integers or b.integers or pairs > launch.SEARCH_PAIRS else 1 if tokens == 1 else launch.SEARCH_PAIRS
     return _MoeLaunch(a, b, search, pairs <= EXACT_TERMS)
 
 
@@ -233,20 +241,22 @@ def moe(
     ids, weights = topk_ids.contiguous(), topk_weights.contiguous()
     terms = torch.empty((pairs, down.rows), dtype=torch.float32 if c.exact else x.dtype, device=x.device)
     if c.gate_up.integers:
-        integer_products.moe(x, gate, up, down, ids, weights, terms, c.gate_up, c.down)
+        work, fitted = integer_products.sort_and_fit(x, ids, experts, c.gate_up.bm)
+        hidden = integer_products.gate_up(fitted, gate, up, topk, work, c.gate_up)
     else:
         work = _find_pairs(ids, experts, c)
         hidden = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
         _gate_up(x, gate, up, ids, work, hidden, c)
+    if c.down.integers:
+        integer_products.down(hidden, down, weights, work, terms, c.down)
+    else:
         _down(hidden, down, ids, weights, work, terms, c)
     _sum(terms, ids, out, also)
     return out
 
 
-_Work = tuple[torch.Tensor, torch.Tensor]  # pairs by expert, and chunks of them; empty where programs search
-
-
-def _find_pairs(ids: torch.Tensor, experts: int, c: _MoeLaunch) -> _Work:
+def _find_pairs(ids: torch.Tensor, experts: int, c: _MoeLaunch) -> Work:
+    """Nothing where programs search for their pairs."""
     pairs, bm = ids.numel(), c.gate_up.bm
     if c.search:
         empty = torch.empty(0, dtype=torch.int32, device=ids.device)
@@ -258,7 +268,7 @@ def _find_pairs(ids: torch.Tensor, experts: int, c: _MoeLaunch) -> _Work:
 
 
 def _gate_up(
-    x: torch.Tensor, gate: Planes, up: Planes, ids: torch.Tensor, work: _Work, hidden: torch.Tensor, c: _MoeLaunch
+    x: torch.Tensor, gate: Planes, up: Planes, ids: torch.Tensor, work: Work, hidden: torch.Tensor, c: _MoeLaunch
 ) -> None:
     a, (pairs, n) = c.gate_up, hidden.shape
     blocks, items = triton.cdiv(n, a.bn), pairs if c.search else work[1].shape[0]
@@ -276,7 +286,7 @@ def _down(
     down: Planes,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    work: _Work,
+    work: Work,
     terms: torch.Tensor,
     c: _MoeLaunch,
 ) -> None:

@@ -30,7 +30,7 @@ def rows_of_all_sizes(columns: int) -> torch.Tensor:
 @pytest.mark.parametrize("columns", [256, 768, 2048])
 def test_a_row_keeps_its_bits(columns: int) -> None:
     x = rows_of_all_sizes(columns)
-    fitted, sums, scales = integer_products._fit(x)
+    fitted, sums, scales = integer_products.fit(x)
     back = whole(fitted) * scales.double()[:, None]
     largest = x.double().abs().amax(1, keepdim=True)
     near = x.double().abs() * 2.0**22 >= largest  # all bits of these
@@ -48,7 +48,7 @@ def test_what_is_no_number_stays_none() -> None:
     """Silence would turn it into a plausible answer."""
     x = torch.ones(2, 256, device=DEVICE, dtype=torch.bfloat16)
     x[0, 7], x[1, 100] = float("inf"), float("nan")
-    fitted, _, scales = integer_products._fit(x)
+    fitted, _, scales = integer_products.fit(x)
     assert not (whole(fitted) * scales.double()[:, None]).sum(1).isfinite().any()
 
 
@@ -56,13 +56,13 @@ def test_sorting_and_fitting_together_is_both() -> None:
     torch.manual_seed(4)
     x = torch.randn(9, 512, device=DEVICE).to(torch.bfloat16)
     ids = torch.randint(-1, 5, (9, 3), dtype=torch.int32, device=DEVICE)
-    order, work, fitted = integer_products._sort_and_fit(x, ids, 5, 2)
+    (order, work), fitted = integer_products.sort_and_fit(x, ids, 5, 2)
     expected = torch.zeros_like(order), torch.zeros_like(work)
     sort_kernel[(5,)](ids, *expected, ids.numel(), 5, BM=2, CHUNK=1024, num_warps=4)
     there = int((ids >= 0).sum())
     assert torch.equal(order[:there], expected[0][:there])
     assert torch.equal(work, expected[1])
-    for mine, theirs in zip(fitted, integer_products._fit(x), strict=True):
+    for mine, theirs in zip(fitted, integer_products.fit(x), strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -70,6 +70,6 @@ def test_rows_may_lie_apart() -> None:
     """Activations are sometimes a part of wider rows."""
     x = torch.randn(4, 1024, device=DEVICE).to(torch.bfloat16)
     for mine, theirs in zip(
-        integer_products._fit(x[:, 256:512]), integer_products._fit(x[:, 256:512].contiguous()), strict=True
+        integer_products.fit(x[:, 256:512]), integer_products.fit(x[:, 256:512].contiguous()), strict=True
     ):
         assert torch.equal(mine, theirs)

@@ -18,7 +18,10 @@ from tests.quants.test_products import LIMIT, planes_of, poison, rms_error, toke
 
 pytestmark = pytest.mark.gpu
 
-MIXED = (("Q4_K", "Q4_K", "Q4_K"), ("Q4_K", "Q5_K", "Q6_K"), ("Q6_K", "Q4_K", "Q5_K"), ("Q5_K", "Q6_K", "Q4_K"))
+MIXED = (
+    ("Q4_K", "Q4_K", "Q4_K"), ("Q4_K", "Q5_K", "Q6_K"), ("Q6_K", "Q4_K", "Q5_K"), ("Q5_K", "Q6_K", "Q4_K"),
+    ("Q2_K", "Q3_K", "Q3_K"), ("Q3_K", "Q3_K", "Q2_K"),
+)  # fmt: skip
 EXPERTS, TOPK = 6, 4
 
 
@@ -66,7 +69,18 @@ def test_the_table_takes_them(count: int) -> None:
     assert rms_error(products.moe(x, *planes, ids, weights), reference.moe(x, *planes, ids, weights)) < LIMIT
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("names", [("Q4_K", "Q4_K", "Q8_0"), ("IQ3_XXS", "Q4_K", "Q6_K")], ids=str)
+@pytest.mark.parametrize("count", [50, 300])
+def test_one_product_with_integers(names: tuple[str, str, str], count: int) -> None:
+    """Where a weight's type has none, the other kernels multiply the same pairs."""
+    planes = experts(names, 256, 208)
+    c = products._moe_launch(count, TOPK, *planes, torch.device("cuda", 0))
+    assert c.gate_up.integers != c.down.integers
+    x, (ids, weights) = tokens(count, 512), routing(count)
+    assert rms_error(products.moe(x, *planes, ids, weights), reference.moe(x, *planes, ids, weights)) < LIMIT
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_linear(name: str) -> None:
     planes = planes_of(name, 208, 1536)
     tiles = (

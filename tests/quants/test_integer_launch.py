@@ -25,7 +25,7 @@ def test_parts_have_counters(processors: int) -> None:
             assert c.parts <= max(2, k // 256)
     tokens = (5, 6, 8, 17, 64, 200, 1000, 5000, 20000)
     for pairs, experts, n in itertools.product((8 * t for t in tokens), (2, 8, 32, 256), (64, 256, 2048)):
-        found = launch.integer_moe_launch(pairs, experts, n, 24, 1, processors)
+        found = launch.integer_moe_launch(pairs, experts, (n, 24, True), (6144, 1, True), processors)
         if found is not None and found[0].parts > 1:
             assert pairs * -(-n // found[0].bn) <= counters.TICKETS
 
@@ -33,16 +33,28 @@ def test_parts_have_counters(processors: int) -> None:
 @pytest.mark.parametrize("down_supers", [1, 2, 4, 8, 16, 32])
 def test_activations_of_the_second_product_fit(down_supers: int) -> None:
     for pairs in (48, 512, 2048, 8192, 100_000):
-        found = launch.integer_moe_launch(pairs, 256, 256 * down_supers, 24, down_supers, 132)
+        found = launch.integer_moe_launch(pairs, 256, (256, 24, True), (6144, down_supers, True), 132)
         assert (found is None) == (down_supers > 16)
         if found is not None:
             assert found[0].bm == found[1].bm
             assert found[1].bm * down_supers <= launch.INTEGER_X
 
 
+@pytest.mark.parametrize("can", [(True, True), (True, False), (False, True)])
+def test_both_products_have_the_same_pairs(can: tuple[bool, bool]) -> None:
+    """Work items are cut once, for a tile of tokens that both have."""
+    for pairs, experts in itertools.product((41, 128, 129, 600, 2048, 70_000), (2, 32, 256)):
+        found = launch.integer_moe_launch(pairs, experts, (256, 24, can[0]), (6144, 1, can[1]), 132)
+        assert (found is None) == (not all(can) and pairs <= launch.SEARCH_PAIRS)
+        if found is not None:
+            assert found[0].bm == found[1].bm
+            assert (found[0].integers, found[1].integers) == can
+
+
 def test_few_pairs_are_searched_for() -> None:
-    assert launch.integer_moe_launch(launch.INTEGER_PAIRS, 256, 256, 24, 1, 132) is None
-    up, down = launch.integer_moe_launch(64, 256, 256, 24, 1, 132) or pytest.fail("none")
+    both = (256, 24, True), (6144, 1, True), 132
+    assert launch.integer_moe_launch(launch.INTEGER_PAIRS, 256, *both) is None
+    up, down = launch.integer_moe_launch(64, 256, *both) or pytest.fail("none")
     assert up.parts == 2
     assert up.integers
     assert down.integers
@@ -70,8 +82,11 @@ def test_only_what_can_be_is_multiplied_as_integers(monkeypatch: pytest.MonkeyPa
     good, other = _planes("Q4_K", 64, 256, 2), _planes("Q8_0", 64, 256, 2)
     down = _planes("Q6_K", 256, 256, 2)
     assert products._moe_launch(64, 8, good, good, down, device).gate_up.integers
-    assert not products._moe_launch(64, 8, good, other, down, device).gate_up.integers
-    assert not products._moe_launch(64, 8, good, good, _planes("Q6_K", 32, 256, 2), device).gate_up.integers
+    mixed = products._moe_launch(64, 8, good, other, down, device)
+    assert (mixed.gate_up.integers, mixed.down.integers) == (False, True)
+    mixed = products._moe_launch(64, 8, good, good, _planes("Q6_K", 32, 256, 2), device)
+    assert (mixed.gate_up.integers, mixed.down.integers) == (True, False)
+    assert not products._moe_launch(64, 8, other, good, _planes("Q8_0", 256, 256, 2), device).down.integers
     assert products._linear_launch(32, _planes("Q5_K", 64, 512), device).integers  # type: ignore[union-attr]
     assert not products._linear_launch(32, _planes("Q5_K", 16, 512), device).integers  # type: ignore[union-attr]
     assert not products._linear_launch(32, _planes("Q8_0", 64, 512), device).integers  # type: ignore[union-attr]
