@@ -42,9 +42,10 @@ def topk_variant(rows: int, max_length: int, k: int, stride: int, of: Gpu) -> tu
     if warps := config.block(width):
         return "block", warps, 0, 0
     parts, _ = config.parts(rows, width, of.multiprocessors)
+    sample = config.sample(width, parts)
     if parts == 1:
-        return "stream", config.stream_warps, config.sample(width), 0
-    return "parts", config.stream_warps, config.sample(width), triton.next_power_of_2(parts)
+        return "stream", config.stream_warps, sample, 0
+    return "parts", config.stream_warps, sample, triton.next_power_of_2(parts)
 
 
 def topk_workspace_elements(rows: int, max_length: int, k: int, config: TopkConfig | None = None) -> int:
@@ -138,7 +139,7 @@ def select_topk(
             logits.stride(0),
             HAS_STARTS=starts is not None,
             WARPS=config.part_warps,
-            SAMPLE=config.sample(width),
+            SAMPLE=config.sample(width, parts),
             ASM=logits.is_cuda,
             EARLY=early,
             num_warps=config.part_warps,
@@ -158,7 +159,7 @@ def select_topk(
         out.stride(0),
         HAS_STARTS=starts is not None,
         WARPS=warps,
-        SAMPLE=config.sample(width) if parts == 1 else config.samples[0],
+        SAMPLE=config.sample(width, parts) if parts == 1 else config.samples[1],
         PARTS=triton.next_power_of_2(parts) if parts > 1 else 0,
         LIST=entries,
         ASM=logits.is_cuda,

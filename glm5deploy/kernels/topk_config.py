@@ -61,7 +61,7 @@ class TopkConfig:
     block_warps: tuple[int, ...] = (8, 16)  # a row that fits one of these is held by one program
     stream_warps: int = 8  # one program a longer row, or the one that selects from the lists of its parts
     part_warps: int = 8  # many programs a row
-    samples: tuple[int, int] = (4096, 8192)  # columns that set the first threshold, of rows up to 8 times the first
+    samples: tuple[int, ...] = (2048, 4096, 8192)  # columns that set the first threshold, of ever longer rows
     per_sm: int = 2  # programs a multiprocessor is meant to hold: the number of parts follows from it
     spared: int = 3  # blocks of columns that parts must spare a program to be worth a second launch
     steps_columns: int = 0  # rows of up to so many are held by one program of `topk_steps` instead
@@ -86,9 +86,10 @@ class TopkConfig:
         each = triton.cdiv(blocks, max(1, min(MAX_PARTS, programs // max(1, rows))))
         return (triton.cdiv(blocks, each), each) if blocks - each >= self.spared else (1, blocks)
 
-    def sample(self, width: int) -> int:
-        """Columns that set the threshold of a row of `width`."""
-        return self.samples[width > 8 * self.samples[0]]
+    def sample(self, width: int, parts: int) -> int:
+        """Columns that set the threshold of a row of `width`: more where parts share a list, late if it overflows."""
+        most = 8 if parts > 1 else 32
+        return next((sample for sample in self.samples if width <= most * sample), self.samples[-1])
 
 
 _SHIPPED = {True: TopkConfig(steps_columns=STEPS_COLUMNS), False: TopkConfig(stream_warps=16)}

@@ -102,22 +102,23 @@ def kth_key(b_key, high, least, k, slack, LOG_BINS: tl.constexpr):
 
 @triton.jit
 def sample_threshold(p_row, before, width, k, SAMPLE: tl.constexpr):
-    """A key that more than k of the `width` columns behind `before` very likely reach, or LEAST_KEY; width > k, 12.
+    """A key that more than k of the `width` columns behind `before` very likely reach, or LEAST_KEY; width > k, 15.
 
-    Looks at SAMPLE columns, eight neighbours at a time (a sector of memory), spread evenly over the row. Of four that
-    are a quarter of the row apart only the best is counted: a quarter of the work, for nearly the same certainty.
+    Looks at SAMPLE columns, eight neighbours at a time (a sector of memory where p_row begins one), spread evenly over
+    the row. Of four that are a quarter of the row apart only the best is counted: a quarter of the work, for nearly the
+    same certainty.
     """
     BEST: tl.constexpr = SAMPLE // 4
     GROUPS: tl.constexpr = SAMPLE // 8
-    first = tl.multiple_of((before + 3) // 4 * 4, 4)
-    begins = (before + width - first) // 4 - 1  # where eight neighbours may begin, at whole 16 bytes
-    each = begins // GROUPS
-    rest = begins % GROUPS
+    first = tl.multiple_of((before + 7) // 8 * 8, 8)
+    eights = (before + width - first) // 8
+    each = eights // GROUPS
+    rest = eights % GROUPS
     o_s = tl.arange(0, BEST)
     b_x = tl.full([BEST], float("-inf"), tl.float32)
     for quarter in tl.static_range(4):
         b_group = o_s // 8 + quarter * (GROUPS // 4)
-        b_begin = first + (b_group * each + b_group * rest // GROUPS) * 4
+        b_begin = first + (b_group * each + b_group * rest // GROUPS) * 8
         b_x = tl.maximum(b_x, tl.load(p_row + b_begin + o_s % 8))
     # So many of them are expected to reach the k-th best; 4.25 standard deviations more for chance, and for likeness of
     # neighbours.

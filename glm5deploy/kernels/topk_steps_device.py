@@ -210,7 +210,7 @@ def store_each(p_before, b_rank, b_value, b_less):
 
 @gluon.jit
 def store_fours(p_out, b_before, b_value, b_less):
-    """The same, from p_out on, with `ones_before` of them: no place is kept in a register, but each waits for another."""
+    """The same, from p_out on, by `ones_before` of them: no place is kept in a register, but each waits for another."""
     gl.inline_asm_elementwise(
         """
         {

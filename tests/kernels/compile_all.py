@@ -202,7 +202,7 @@ def selection_job(arch: int, variant: tuple[str, int, int, int], part_warps: int
                 chosen = constants | {"WARPS": part_warps, "SAMPLE": sample, "EARLY": early}
                 kernel, registers = "topk_stream.topk_parts_kernel", topk.STREAM_REGISTERS
                 yield Job(kernel, arch, part_warps, 3, types, chosen, aligned, registers=registers)
-                sample = topk.TopkConfig().samples[0]
+                sample = topk.TopkConfig().samples[1]
             chosen = constants | {"SAMPLE": sample, "EARLY": early and parts > 0}
             chosen |= {"PARTS": parts, "LIST": 512 * part_warps}
             kernel, held = "topk_stream.topk_stream_kernel", (*aligned, "held_pairs")

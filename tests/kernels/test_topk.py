@@ -84,25 +84,27 @@ def test_rows_that_one_program_holds_may_start_anywhere() -> None:
     Run(torch.randn(4, 700), [505, 0, 1, 509], 33, SMALL, starts=[195, 700, 3, 2])
 
 
-def hidden_from_the_sample(high: float, low: float) -> torch.Tensor:
+def hidden_from_the_sample(high: float, low: float, config: TopkConfig) -> torch.Tensor:
     """A row whose sampled columns are around `high`, all others around `low`."""
     row = torch.randn(1, WIDTH) + low
-    groups, begins = SMALL.sample(WIDTH) // 8, WIDTH // 4 - 1
+    groups, eights = config.sample(WIDTH, config.parts(1, WIDTH + 3, 4)[0]) // 8, WIDTH // 8
     for group in range(groups):
-        start = group * begins // groups * 4
+        start = group * eights // groups * 8
         row[0, start : start + 8] += high - low
     return row
 
 
 def test_a_sample_that_promises_too_much_is_given_up() -> None:
-    logits = hidden_from_the_sample(100.0, 0.0)
-    assert int(Run(logits, [WIDTH], 300, SMALL).part_counts()[0]) < 300
-    Run(logits, [WIDTH], 300, ONE_PROGRAM)
+    hidden = {config: hidden_from_the_sample(100.0, 0.0, config) for config in LAUNCHES.values()}
+    assert int(Run(hidden[SMALL], [WIDTH], 300, SMALL).part_counts()[0]) < 300
+    Run(hidden[ONE_PROGRAM], [WIDTH], 300, ONE_PROGRAM)
 
 
 def test_lists_that_overflow_are_cut() -> None:
-    for logits in (hidden_from_the_sample(0.0, 100.0), torch.full((1, WIDTH), 0.25)):
+    same = torch.full((1, WIDTH), 0.25)
+    for logits in (hidden_from_the_sample(0.0, 100.0, SMALL), same):
         assert int(Run(logits, [WIDTH], 300, SMALL).part_counts()[0]) > 512
+    for logits in (hidden_from_the_sample(0.0, 100.0, ONE_PROGRAM), same):
         Run(logits, [WIDTH], 300, ONE_PROGRAM)
 
 
@@ -160,12 +162,13 @@ def test_variants_and_scratch_for_every_launch() -> None:
     assert topk_variant(1, 4096, 2048, 4096, of) == ("block", 8, 0, 0)
     assert topk_variant(1, 4095, 2048, 4095, of) == ("block", 16, 0, 0)
     assert topk_variant(2048, 8192, 2048, 8192, of) == ("block", 16, 0, 0)
-    assert topk_variant(1, 8190, 2048, 8191, of) == ("stream", 8, 4096, 0)
+    assert topk_variant(1, 8190, 2048, 8191, of) == ("stream", 8, 2048, 0)
     assert topk_variant(1, 32_768, 2048, 32_768, of) == ("parts", 8, 4096, 8)
     assert topk_variant(3, 100_000, 2048, 100_001, of) == ("parts", 8, 8192, 32)
     assert topk_variant(64, 202_752, 2048, 202_752, of) == ("parts", 8, 8192, 4)
     assert topk_variant(64, 202_752, 2049, 202_752, of) == ("parts", 16, 8192, 4)
-    assert topk_variant(2048, 131_072, 2048, 131_072, of) == ("stream", 8, 8192, 0)
+    assert topk_variant(2048, 131_072, 2048, 131_072, of) == ("stream", 8, 4096, 0)
+    assert topk_variant(2048, 202_752, 2048, 202_752, of) == ("stream", 8, 8192, 0)
     for k in (1, 2048, 2049, 4096):
         held = topk_workspace_elements(2048, 131_072, k)
         assert all(topk_workspace_elements(rows, 8193, k) <= held for rows in range(1, 2049))
