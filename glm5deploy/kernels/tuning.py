@@ -115,7 +115,7 @@ SPARSE_TABLE: tuple[SparseRow, ...] = (
 # By (family, e4m3 operands).
 RAGGED_TABLE: dict[tuple[str, bool], LogitsConfig] = {
     ("sm80", False): LogitsConfig(4, 64, 4, 3, 4),
-    ("sm90", True): LogitsConfig(4, 128, 4, 3, 4),
+    ("sm90", True): LogitsConfig(8, 64, 8, 4, 4),
     ("small", True): LogitsConfig(4, 64, 4, 3, 4),
     ("small", False): LogitsConfig(2, 64, 4, 3, 4),
 }
