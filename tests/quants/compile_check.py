@@ -20,36 +20,48 @@ from triton.compiler import ASTSource
 from glm5deploy.quants import launch, linear_kernel, moe_kernel
 from glm5deploy.quants.arguments import kernel_format
 from glm5deploy.quants.formats import FORMATS
+from tests.quants.gluon_source import integer_source, planes_signature
 
 # A case: kernel, its formats, and the launch that products.py would choose on a GPU of 132 multiprocessors
 PROCESSORS = 132
 LINEAR = {"linear": (2624, 24), "short": (512, 24), "long": (19360, 24), "one": (6144, 8)}  # rows, super-blocks
-ELEMENTS = {1: "*i16", 2: "*i16", 4: "*i16", 8: "*i16", 16: "*bf16"}
+HIDDEN = {"down": 256, "deep": 1024}  # units, of products with integers
 POINTERS = {"x", "y", "hidden", "out", "terms", "parts", "tickets", "ids", "order", "work", "weights"}
 
 
-def planes_signature(names: tuple[str, ...], type_name: str) -> dict[str, str]:
-    """Pointer types of low, high, words, halves; a missing plane is stood in for by the low one."""
-    f = FORMATS[type_name]
-    low = ELEMENTS[f.low]
-    return dict(
-        zip(
-            names,
-            (
-                low,
-                ELEMENTS[f.high] if f.high else low,
-                "*i32" if f.word_count else low,
-                "*i16" if f.half_count else low,
-            ),
-            strict=True,
-        )
-    )
+def integer_case(kind: str, names: list[str], tokens: int) -> tuple[Any, launch.Launch]:
+    """The source and the launch of a product with integers: one of LINEAR, gate_up, or one of HIDDEN."""
+    from glm5deploy.quants import integer_linear, integer_moe
+
+    formats, others = {"FMT": names[0]}, {}
+    if kind in LINEAR:
+        kernel = integer_linear.integer_linear_kernel
+        c = launch.integer_linear_launch(tokens, *LINEAR[kind], PROCESSORS)
+    else:
+        units = HIDDEN.get(kind, 256)
+        products = (units, 24, True), (6144, units // 256, True)
+        both = launch.integer_moe_launch(8 * tokens, 256, *products, PROCESSORS)
+        c = both and both[kind in HIDDEN]
+        if kind in HIDDEN:
+            kernel, others = integer_moe.integer_down_kernel, {"SUPERS": units // 256}
+        else:
+            kernel, others = integer_moe.integer_gate_up_kernel, {"TOPK": 8}
+            formats = dict(zip("GU", names, strict=True))
+    assert c, f"{kind} of {tokens} tokens is no product with integers"
+    constants = {"BN": c.bn, "BM": c.bm, "WARPS": c.warps, "STAGES": c.stages} | others
+    return integer_source(kernel, formats, constants), c
 
 
 def compile_case(case: str, capability: int) -> dict[str, Any]:
-    """Case names: one of LINEAR and down:TYPE:TOKENS, pair and gate_up:TYPE,TYPE:TOKENS, dense:TYPE:0."""
+    """Case names: one of LINEAR and down:TYPE:TOKENS, pair and gate_up:TYPE,TYPE:TOKENS, dense:TYPE:0.
+
+    With integer_ before them, of products with integers.
+    """
     kind, types, count = case.split(":")
     names, tokens = types.split(","), int(count)
+    if kind.startswith("integer_"):
+        source, c = integer_case(kind.removeprefix("integer_"), names, tokens)
+        return needs(case, capability, source, c.options)
     together = capability // 10 in launch.TOGETHER
     common = {
         "x": "*bf16",
@@ -107,7 +119,10 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
         if a in planes or a in POINTERS or a in ("N", "K", "NA", "NB", "x_stride", "y_stride")
     }
     source = ASTSource(kernel, {a: known[a] for a in arguments}, constexprs=constants, attrs=aligned)
-    options: dict[str, Any] = {**c.options, "num_stages": c.stages}
+    return needs(case, capability, source, c.options | {"num_stages": c.stages})
+
+
+def needs(case: str, capability: int, source: Any, options: dict[str, Any]) -> dict[str, Any]:
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage = resource_usage(made.asm["cubin"])
     return {"case": case, "capability": capability, "shared": made.metadata.shared, **usage}
