@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from glm5deploy.quants.integer_text import has_minima, shrink
-from glm5deploy.quants.integer_tile import half_count, integer_tile, minimum_tile, scale_bytes, word_count
+from glm5deploy.quants.integer_tile import X4, half_count, integer_tile, minimum_tile, scale_bytes, word_count
 
 
 @gluon.constexpr_function
@@ -130,11 +130,14 @@ def x_tile(memory, slot, I: gl.constexpr, WARPS: gl.constexpr):
 def load_scales(memory, slot, FMT: gl.constexpr, WARPS: gl.constexpr):
     """What ``scale_bytes`` gives, each row's where its weights are."""
     A: gl.constexpr = operand(0, WARPS)
+    W: gl.constexpr = word_count(FMT)
     words = memory[2].index(slot).permute((1, 0))
     a = words.slice(0, 1, 1).load(A)
-    b = words.slice(1, 1, 1).load(A)
-    c = words.slice(2, 1, 1).load(A)
-    d = words.slice(3, 1, 1).load(A) if word_count(FMT) == 4 else c
+    b = words.slice(1, 1, 1).load(A) if W > 1 else a
+    c = words.slice(2, 1, 1).load(A) if W > 2 else a
+    d = words.slice(3, 1, 1).load(A) if W > 3 else a
+    if FMT[3] == X4:
+        b = memory[3].index(slot).permute((1, 0)).slice(1, 1, 1).load(A).to(gl.int32)
     return scale_bytes(a, b, c, d, FMT)
 
 
@@ -160,7 +163,7 @@ def _half(memory, slot, K: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 def add_scaled(acc, total, memory, least, x, slot, x_slot, FMT: gl.constexpr, WARPS: gl.constexpr):
     """acc + a super-block's total as its weights have it: times d, less dmin times minima times sums of x."""
-    d = _half(memory, slot, 0, WARPS) * (1.0 / shrink(FMT))
+    d = _half(memory, slot, 0, WARPS) * (FMT[5] / shrink(FMT))
     if has_minima(FMT):
         B: gl.constexpr = operand(1, WARPS)
         tile = minimum_tile(least, FMT, operand(0, WARPS))

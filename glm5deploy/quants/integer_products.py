@@ -15,7 +15,7 @@ from glm5deploy.quants.launch import Launch, sorted_at_once
 from glm5deploy.quants.planes import Planes
 
 FIT_WARPS, FIT_SUPERS = 4, 8  # warps of a program that fits rows, and super-blocks that it takes, about
-_INTEGERS = frozenset({Scales.K2, Scales.K3, Scales.K4, Scales.K6})
+_INTEGERS = frozenset({Scales.K2, Scales.K3, Scales.K4, Scales.K6, Scales.X4, Scales.NIBBLE, Scales.NIBBLE16})
 Work = tuple[torch.Tensor, torch.Tensor]  # pairs by expert, and chunks of them: see sort_kernel
 Fitted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # activations, sums, scales: see fit_kernel
 

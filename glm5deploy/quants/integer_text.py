@@ -7,30 +7,42 @@ from typing import Any
 import triton
 
 from glm5deploy.quants.formats import Scales
+from glm5deploy.quants.unpack import look_up_sixteen, pair_selector
 
 
 @triton.constexpr_function
 def has_minima(fmt: tuple[Any, ...]) -> bool:
-    """Whether weights are scale * code less a minimum; else scale * (code - offset)."""
+    """Whether weights are scale * code less a minimum; else scale * (code - offset) or scale * table[code]."""
     return fmt[3] in (int(Scales.K4), int(Scales.K2))
 
 
 @triton.constexpr_function
 def shrink(fmt: tuple[Any, ...]) -> float:
-    """What a super-block's sum is of what its scales and codes say: Q6_K's would leave fp16's range."""
-    return 1 / 16 if fmt[3] == int(Scales.K6) else 1.0
+    """What the tensor cores' weights are of scale times code: Q6_K's would leave fp16's range, nibbles have a half."""
+    kind = fmt[3]
+    return 1 / 16 if kind == int(Scales.K6) else 2.0 if kind in (int(Scales.NIBBLE), int(Scales.NIBBLE16)) else 1.0
 
 
 @triton.constexpr_function
-def _bias(fmt: tuple[Any, ...]) -> int:
-    """What scale bytes are too large by."""
-    return 128 if fmt[3] == int(Scales.K6) else 32 if fmt[3] == int(Scales.K3) else 0
+def _scale_line(fmt: tuple[Any, ...]) -> tuple[float, float]:
+    """A scale from its byte on top of 1024: times the first, less the second."""
+    kind = fmt[3]
+    if kind in (int(Scales.NIBBLE), int(Scales.NIBBLE16)):
+        return 2.0, 2047.0  # n + 1/2, twice
+    bias = 128.0 if kind == int(Scales.K6) else 32.0 if kind in (int(Scales.K3), int(Scales.X4)) else 0.0
+    return shrink(fmt), shrink(fmt) * (1024.0 + bias)
+
+
+@triton.constexpr_function
+def interleaved(fmt: tuple[Any, ...]) -> bool:
+    """Whether even and odd groups' scale bytes are in words of their own."""
+    return fmt[3] in (int(Scales.X4), int(Scales.NIBBLE), int(Scales.NIBBLE16))
 
 
 @triton.constexpr_function
 def tile_group(fmt: tuple[Any, ...], i: int) -> int:
-    """The group of scales that tile i belongs to: one of 32 weights or, but for Q4_K and Q5_K, of 16."""
-    return i // 2 if fmt[3] == int(Scales.K4) else i
+    """The group of scales that tile i belongs to: of 32 weights, or of 16."""
+    return i // 2 if fmt[3] in (int(Scales.K4), int(Scales.X4), int(Scales.NIBBLE)) else i
 
 
 @triton.constexpr_function
@@ -83,6 +95,37 @@ def code_lines(fmt: tuple[Any, ...], i: int) -> list[str]:
 
 
 @triton.constexpr_function
+def _table_lines(table: tuple[int, ...]) -> list[str]:
+    """Registers t0 to t3: a table's bytes, 128 added."""
+    packed = [sum((table[4 * k + n] + 128) << (8 * n) for n in range(4)) for k in range(len(table) // 4)]
+    return [f"mov.b32 t{k}, 0x{value:08X};" for k, value in enumerate(packed)]
+
+
+@triton.constexpr_function
+def value_lines(fmt: tuple[Any, ...], i: int) -> list[str]:
+    """a = the table's entry for tile i's code, 16 times as much where i is odd, as codes without a table are lifted."""
+    low, high, table = fmt[0], fmt[1], fmt[4]
+    lines = _table_lines(table)
+    if len(table) == 16:
+        lines += [*look_up_sixteen("$1"), f"prmt.b32 v, p, q, 0x{pair_selector(i % 4):04X};"]
+    else:  # a code of three bits
+        shift, right = low * (i % (16 // low)), high * (i % (16 // high)) - low
+        lines += [f"shr.u32 v, $1, {shift};", "and.b32 p, v, 0x00030003;"]
+        lines.append(f"shr.u32 v, $2, {right};" if right >= 0 else f"shl.b32 v, $2, {-right};")
+        lines += [
+            insert("p", "v", 4, "p"),
+            "shr.u32 v, p, 8;",
+            "lop3.b32 p, v, 0x700, p, 0xEA;",
+            "prmt.b32 v, t0, t1, p;",
+        ]
+    lines.append(insert("a", "v", 0xFF, "0x64006400"))
+    if i % 2:
+        lines += [f"mov.b32 c, {_halves(16.0, 16.0)};", f"mov.b32 z, {_halves(-18432.0, -18432.0)};"]
+        return [*lines, "fma.rn.f16x2 a, a, c, z;"]
+    return [*lines, f"mov.b32 c, {_halves(-1152.0, -1152.0)};", "add.rn.f16x2 a, a, c;"]
+
+
+@triton.constexpr_function
 def tile_text(fmt: tuple[Any, ...], i: int) -> str:
     """PTX for two weights of tile i ($0). After the planes' elements, each twice: scales and, with minima, -1024 each.
 
@@ -90,38 +133,47 @@ def tile_text(fmt: tuple[Any, ...], i: int) -> str:
     """
     first = 3 if fmt[1] else 2
     half = "h" if tile_group(fmt, i) % 2 else "l"
-    lines = [".reg .b32 a, v, c, s, z;", ".reg .b16 l, h;", *code_lines(fmt, i)]
+    lines = [".reg .b32 a, b, c, p, q, s, t, v, z, t0, t1, t2, t3;", ".reg .b16 l, h;"]
+    lines += value_lines(fmt, i) if fmt[4] else code_lines(fmt, i)
     lines += [f"mov.b32 {{l, h}}, ${first};", f"mov.b32 s, {{{half}, {half}}};"]
     if has_minima(fmt):
         lines += [f"mov.b32 {{l, h}}, ${first + 2};", f"mov.b32 z, {{{half}, {half}}};", "fma.rn.f16x2 $0, a, s, z;"]
     else:
-        less = -1024.0 - fmt[2] * 2.0 ** lifted(fmt, i)
-        lines += [f"mov.b32 c, {_halves(less, less)};", "add.rn.f16x2 a, a, c;", "mul.rn.f16x2 $0, a, s;"]
+        if not fmt[4]:
+            less = -1024.0 - fmt[2] * 2.0 ** lifted(fmt, i)
+            lines += [f"mov.b32 c, {_halves(less, less)};", "add.rn.f16x2 a, a, c;"]
+        lines.append("mul.rn.f16x2 $0, a, s;")
     return "{\n" + "\n".join(lines) + "\n}"
 
 
 @triton.constexpr_function
 def _factor(fmt: tuple[Any, ...], group: int) -> float:
-    """What a group's scale is multiplied by, so that its tiles' lifted codes times activations are all of one size."""
-    tile = 2 * group if fmt[3] == int(Scales.K4) else group
-    return shrink(fmt) * (16.0 if tile % 2 else 1.0) / 2.0 ** lifted(fmt, tile)
+    """What a group's scale is multiplied by besides, so that lifted codes times activations are all of one size."""
+    if fmt[4]:
+        return 1.0
+    tile = 2 * group if tile_group(fmt, 2) == 1 else group
+    return (16.0 if tile % 2 else 1.0) / 2.0 ** lifted(fmt, tile)
 
 
 @triton.constexpr_function
 def pair_text(fmt: tuple[Any, ...], group: int) -> str:
-    """PTX: the scales of groups ``group``, an even one, and the next ($0), from their word, the last operand.
+    """PTX: the scales of groups ``group``, an even one, and the next ($0), from the last operands, their word or two.
 
     With minima also -1024 times as much ($1). A byte is put on top of 1024 and taken off it again.
     """
-    byte = group % 4
-    word = "$2" if has_minima(fmt) else "$1"
+    lines = [".reg .b32 t, p, q;"]
+    if interleaved(fmt):
+        lines += [f"prmt.b32 t, $1, $2, 0x{pair_selector(group % 8 // 2):04X};", insert("t", "t", 0xFF, "0x64006400")]
+    else:
+        byte = group % 4
+        lines.append(f"prmt.b32 t, {'$2' if has_minima(fmt) else '$1'}, 0x64, 0x4{byte + 1}4{byte};")
+    times, less = _scale_line(fmt)
     factors = _factor(fmt, group), _factor(fmt, group + 1)
-    less = [-(1024.0 + _bias(fmt)) * f for f in factors]
-    lines = [".reg .b32 t, p, q;", f"prmt.b32 t, {word}, 0x64, 0x4{byte + 1}4{byte};", f"mov.b32 q, {_halves(*less)};"]
-    if factors == (1.0, 1.0):
+    lines.append(f"mov.b32 q, {_halves(-less * factors[0], -less * factors[1])};")
+    if (times, *factors) == (1.0, 1.0, 1.0):
         lines.append("add.rn.f16x2 $0, t, q;")
     else:
-        lines += [f"mov.b32 p, {_halves(*factors)};", "fma.rn.f16x2 $0, t, p, q;"]
+        lines += [f"mov.b32 p, {_halves(times * factors[0], times * factors[1])};", "fma.rn.f16x2 $0, t, p, q;"]
     if has_minima(fmt):
         lines += ["mov.b32 q, 0xE400E400;", "mul.rn.f16x2 $1, $0, q;"]
     return "{\n" + "\n".join(lines) + "\n}"

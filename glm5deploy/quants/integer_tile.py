@@ -1,14 +1,14 @@
-"""Weights of K-quants as fp16 integers, scale times code: device code of products that scale a super-block's sum once.
+"""Weights as fp16 integers, scale times code: device code of products that scale a super-block's sum once.
 
-A weight is d * (scale * code) - dmin * minimum, or d * (scale * (code - offset)). Scale, code and minimum are small
-integers; d and dmin belong to all 256 weights of a super-block. But for Q6_K, scale * code has at most 11 bits, so fp16
-holds it exactly; the tensor cores add it up over the whole super-block, and fp32 multiplies by d once in 256 weights
-instead of once a group (tile_product.py does that), with nothing to wait for in between. In Q6_K it has up to 13 bits,
-of which those beyond 11 are rounded off.
+Of types with blocks of 256, a weight is d * (scale * code) - dmin * minimum, d * (scale * (code - offset)) or
+d * (scale * table[code]). Scale, code and minimum are small integers; d and dmin belong to all 256 weights of a
+super-block. scale * code has at most 11 bits, so fp16 holds it exactly; the tensor cores add it up over the whole
+super-block, and fp32 multiplies by d once in 256 weights instead of once a group (tile_product.py does that), with
+nothing to wait for in between. In Q6_K and IQ4_XS it has up to 13 bits, of which those beyond 11 are rounded off.
 
 Activations are fp16 too (activations.py). Codes are put into the mantissa of 1024 as they lie in a byte of the plane,
 2^lifted higher: no instruction moves them. Activations of odd tiles are a sixteenth, which is what a nibble's place
-makes of a code; two-bit codes have the rest in their scales.
+makes of a code; two-bit codes have the rest in their scales, and tables' numbers are made 16 times as large.
 """
 
 # Gluon reads these functions: branches on constants need their else, comparisons their plain form.
@@ -19,11 +19,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from glm5deploy.quants.formats import Scales
-from glm5deploy.quants.integer_text import has_minima, pair_text, tile_group, tile_text
+from glm5deploy.quants.integer_text import has_minima, interleaved, pair_text, tile_group, tile_text
 
 K4 = gl.constexpr(int(Scales.K4))
 K6 = gl.constexpr(int(Scales.K6))
 K3 = gl.constexpr(int(Scales.K3))
+K2 = gl.constexpr(int(Scales.K2))
+X4 = gl.constexpr(int(Scales.X4))
+NIBBLE = gl.constexpr(int(Scales.NIBBLE))
 SIGNS = gl.constexpr(-0x7F7F7F80)  # 0x80808080
 MINIMA_TEXT = gl.constexpr(
     """{ .reg .b32 t, p;
@@ -35,19 +38,24 @@ MINIMA_TEXT = gl.constexpr(
 
 @gluon.constexpr_function
 def word_count(fmt):
-    return 3 if fmt[3] in (int(Scales.K4), int(Scales.K3)) else 4
+    kind = fmt[3]
+    if kind in (int(Scales.X4), int(Scales.NIBBLE)):
+        return 1
+    if kind == int(Scales.NIBBLE16):
+        return 2
+    return 3 if kind in (int(Scales.K4), int(Scales.K3)) else 4
 
 
 @gluon.constexpr_function
 def half_count(fmt):
-    return 2 if has_minima(fmt) else 1
+    return 2 if has_minima(fmt) or fmt[3] == int(Scales.X4) else 1
 
 
 @gluon.jit
 def scale_bytes(a, b, c, d, FMT: gl.constexpr):
     """A super-block's words, int32 [BN, 1], as words of four groups' scale bytes and of minimum bytes.
 
-    As in scales.py; d is read where there are four words.
+    As in scales.py. Words that a type lacks are not looked at; the second of IQ4_XS is its upper scale bits.
     """
     if FMT[3] == K4:
         s0 = a & 0x3F3F3F3F
@@ -63,20 +71,36 @@ def scale_bytes(a, b, c, d, FMT: gl.constexpr):
         s2 = ((a >> 4) & 0x0F0F0F0F) | (c & 0x30303030)
         s3 = ((b >> 4) & 0x0F0F0F0F) | ((c >> 2) & 0x30303030)
         return (s0, s1, s2, s3), ()
-    else:  # K2
+    elif FMT[3] == K2:
         scales = a & 0x0F0F0F0F, b & 0x0F0F0F0F, c & 0x0F0F0F0F, d & 0x0F0F0F0F
         least = (a >> 4) & 0x0F0F0F0F, (b >> 4) & 0x0F0F0F0F, (c >> 4) & 0x0F0F0F0F, (d >> 4) & 0x0F0F0F0F
         return scales, least
+    elif FMT[3] == X4:
+        return (_upper_bits(a & 0x0F0F0F0F, b), _upper_bits((a >> 4) & 0x0F0F0F0F, b >> 2)), ()
+    elif FMT[3] == NIBBLE:
+        return (a & 0x0F0F0F0F, (a >> 4) & 0x0F0F0F0F), ()
+    else:
+        return (a & 0x0F0F0F0F, (a >> 4) & 0x0F0F0F0F, b & 0x0F0F0F0F, (b >> 4) & 0x0F0F0F0F), ()
 
 
 @gluon.jit
-def group_pair(word, GROUP: gl.constexpr, FMT: gl.constexpr):
-    """Two groups' scales in fp16, from their word, int32 [BN, 1]; with minima also -1024 times as much."""
+def _upper_bits(word, u):
+    """Four fields of two bits, four apart, on top of the nibbles of ``word``'s bytes."""
+    return word | ((u & 3) << 4) | ((u & 0x30) << 8) | ((u & 0x300) << 12) | ((u & 0x3000) << 16)
+
+
+@gluon.jit
+def group_pair(scales, GROUP: gl.constexpr, FMT: gl.constexpr):
+    """Two groups' scales in fp16, int32 [BN, 1], from ``scale_bytes``' words; with minima also -1024 times as much."""
     text: gl.constexpr = pair_text(FMT, GROUP)
-    if has_minima(FMT):
-        return gl.inline_asm_elementwise(text, "=&r,=r,r", [word], (gl.int32, gl.int32), True, 1)
+    if interleaved(FMT):
+        words = [scales[GROUP // 8 * 2], scales[GROUP // 8 * 2 + 1]]
+        s = gl.inline_asm_elementwise(text, "=r,r,r", words, gl.int32, True, 1)
+        return s, s
+    elif has_minima(FMT):
+        return gl.inline_asm_elementwise(text, "=&r,=r,r", [scales[GROUP // 4]], (gl.int32, gl.int32), True, 1)
     else:
-        s = gl.inline_asm_elementwise(text, "=r,r", [word], gl.int32, True, 1)
+        s = gl.inline_asm_elementwise(text, "=r,r", [scales[GROUP // 4]], gl.int32, True, 1)
         return s, s
 
 
@@ -85,14 +109,16 @@ def integer_tile(w, h, scales, I: gl.constexpr, FMT: gl.constexpr):
     """Tile I fp16 [BN, 16] of a super-block; w, h int16 [BN, 16]: the planes' elements that hold it."""
     GROUP: gl.constexpr = tile_group(FMT, I)
     text: gl.constexpr = tile_text(FMT, I)
-    s, z = group_pair(scales[GROUP // 4], GROUP // 2 * 2, FMT)
+    s, z = group_pair(scales, GROUP // 2 * 2, FMT)
     if has_minima(FMT):
         if FMT[1] > 0:
             return gl.inline_asm_elementwise(text, "=r,r,r,r,r,r,r", [w, h, s, z], gl.float16, True, 2)
         else:
             return gl.inline_asm_elementwise(text, "=r,r,r,r,r,r", [w, s, z], gl.float16, True, 2)
-    else:
+    elif FMT[1] > 0:
         return gl.inline_asm_elementwise(text, "=r,r,r,r,r", [w, h, s], gl.float16, True, 2)
+    else:
+        return gl.inline_asm_elementwise(text, "=r,r,r,r", [w, s], gl.float16, True, 2)
 
 
 @gluon.jit

@@ -57,17 +57,22 @@ def _table_lines(table: tuple[int, ...]) -> list[str]:
 
 
 @triton.constexpr_function
-def _sixteen_entries(source: str, k: int) -> list[str]:
-    """Nibble k of each column chooses a byte of a table of sixteen; a nibble's top bit chooses between its halves.
+def look_up_sixteen(source: str) -> list[str]:
+    """Bytes that eight nibbles choose from a table of sixteen, t0 to t3: of one column in p, of the next in q.
 
-    The assembler does what four tiles have in common only once.
+    A nibble's top bit chooses between the table's halves. The assembler does what four tiles have in common only once.
     """
     lines = [f"and.b32 t, {source}, 0x77777777;", f"shr.u32 v, {source}, 1;"]
     lines += ["lop3.b32 v, v, 0x44444444, 0x32103210, 0xEA;"]
     lines += ["prmt.b32 a, t0, t1, t;", "prmt.b32 b, t2, t3, t;", "prmt.b32 p, a, b, v;"]
     lines += ["shr.u32 t, t, 16;", "shr.u32 v, v, 16;"]
-    lines += ["prmt.b32 a, t0, t1, t;", "prmt.b32 b, t2, t3, t;", "prmt.b32 q, a, b, v;"]
-    return [*lines, f"prmt.b32 v, p, q, 0x{4 + k}{4 + k}{k}{k};", *_integers("$0", "v")]
+    return [*lines, "prmt.b32 a, t0, t1, t;", "prmt.b32 b, t2, t3, t;", "prmt.b32 q, a, b, v;"]
+
+
+@triton.constexpr_function
+def pair_selector(k: int) -> int:
+    """Selects byte k of two registers, twice each."""
+    return 0x11 * k | (0x4400 + 0x1100 * k)
 
 
 @triton.constexpr_function
@@ -79,7 +84,7 @@ def tile_text(fmt: tuple[Any, ...], i: int) -> str:
     lines += ["mov.b32 magic, 0x43004300;", "mov.b32 minus, 0xBF80BF80;", *_table_lines(table)]
     shift, at = _shifted("$1", low * k)
     if len(table) == 16:
-        lines += _sixteen_entries("$1", k)
+        lines += [*look_up_sixteen("$1"), f"prmt.b32 v, p, q, 0x{pair_selector(k):04X};", *_integers("$0", "v")]
     elif low == 8:
         lines += [*shift, *_integers("$0", at)]
     else:

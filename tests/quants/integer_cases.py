@@ -13,6 +13,7 @@ from glm5deploy.quants.planes import Planes, repack
 from tests.quants.blocks import random_rows
 
 TOPK = 4
+ROUNDED = ("Q6_K", "IQ4_XS")  # types whose scale times code has more bits than fp16
 
 
 def pairs_of(counts: tuple[int, ...]) -> torch.Tensor:
@@ -30,7 +31,8 @@ def ordinary_rows(rows: int) -> int:
 def awkward_planes(name: str, experts: int, rows: int, supers: int, empty: int, seed: int) -> Planes:
     """Weights of random blocks; those of expert `empty` are NaN.
 
-    Rows from `ordinary_rows` on have largest and smallest codes, scales and factors, zero and negative ones too.
+    Rows from `ordinary_rows` on have largest and smallest codes, scales and factors, zero and negative ones too; where
+    the type has codebooks, factors alone.
     """
     f = FORMATS[name]
     raw = (
@@ -38,9 +40,7 @@ def awkward_planes(name: str, experts: int, rows: int, supers: int, empty: int, 
         .numpy()
         .reshape(experts, rows, supers, f.block_bytes)
     )
-    low, high = f.low_bits, f.high_bits
-    assert low is not None
-    codes = [slice(b.start, b.start + b.size) for b in (low, high) if b is not None]
+    codes = [slice(b.start, b.start + b.size) for b in (f.low_bits, f.high_bits) if b is not None]
     scales = slice(f.words[0], sum(f.words))
     patterns = [(0xFF, 0xFF, None), (0x00, 0xFF, None), (0x00, 0x80, None), (0xFF, 0x80, None), (0xFF, 0x7F, None)]
     patterns += [(None, None, value) for value in (0.0, 65504.0, 6e-8, -0.01)]
@@ -87,7 +87,7 @@ def products(x: torch.Tensor, planes: Planes, experts: torch.Tensor) -> Products
     wide = x.double()[:, :, None]
     sizes = (weights.abs() @ wide.abs())[..., 0]
     largest = weights.abs().sum(-1) * wide.abs().amax(1)
-    rounding = 2.0**-12 if planes.format.name == "Q6_K" else 2.0**-20
+    rounding = 2.0**-12 if planes.format.name in ROUNDED else 2.0**-20
     return Products((weights @ wide)[..., 0], sizes * rounding + largest * 2.0**-24)
 
 

@@ -26,6 +26,7 @@ GATE_UP = (
     Case(("Q6_K", "Q4_K"), Launch(32, 32, warps=2, stages=3), 64, 1, MANY, 80),
     Case(("Q4_K", "Q5_K"), Launch(32, 8, parts=2, warps=2, stages=3), 48, 3, FEW, 120),
     Case(("Q2_K", "Q3_K"), Launch(64, 8, stages=2), 80, 2, FEW, 100),
+    Case(("IQ2_XXS", "IQ2_S"), Launch(32, 8, warps=2, stages=2), 48, 2, FEW),
     Case(("Q5_K", "Q5_K"), Launch(64, 32, parts=2, stages=2), 64, 3, MANY),
 )
 DOWN = (
@@ -33,6 +34,7 @@ DOWN = (
     Case(("Q5_K",), Launch(64, 16, warps=4, stages=2), 144, 2, SOME, 120),
     Case(("Q6_K",), Launch(32, 32, tiles=3, warps=2, stages=3), 112, 3, MANY),
     Case(("Q3_K",), Launch(64, 8, tiles=2, stages=3), 208, 1, FEW, 89),
+    Case(("IQ3_XXS",), Launch(32, 8, tiles=2, warps=2, stages=2), 80, 1, FEW),
 )
 LINEAR = (
     Case(("Q4_K",), Launch(32, 8, parts=2, warps=2, stages=3), 80, 3, (11,)),
@@ -40,6 +42,8 @@ LINEAR = (
     Case(("Q5_K",), Launch(64, 64, parts=3, stages=2), 80, 3, (65,)),
     Case(("Q3_K",), Launch(32, 32, parts=2, warps=2, stages=2), 112, 2, (33,), 86),
     Case(("Q2_K",), Launch(32, 8, parts=8, warps=2, stages=2), 32, 9, (5,)),
+    Case(("IQ4_XS",), Launch(32, 8, warps=2, stages=2), 48, 2, (3,)),
+    Case(("IQ3_S",), Launch(32, 8, warps=2, stages=2), 32, 2, (3,)),
 )
 # What a kernel cannot do without: barriers, waiting for copies, and for as many groups of them.
 CHANGES = (("bar.sync", "// "), ("cp.async.wait_group", "// "), ("cp.async.wait_group \t0", "cp.async.wait_group 1"))

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 MIXED = (
     ("Q4_K", "Q4_K", "Q4_K"), ("Q4_K", "Q5_K", "Q6_K"), ("Q6_K", "Q4_K", "Q5_K"), ("Q5_K", "Q6_K", "Q4_K"),
     ("Q2_K", "Q3_K", "Q3_K"), ("Q3_K", "Q3_K", "Q2_K"),
+    ("IQ2_XXS", "IQ2_XXS", "IQ3_XXS"), ("IQ2_S", "IQ2_XS", "IQ4_XS"),
 )  # fmt: skip
 EXPERTS, TOPK = 6, 4
 
@@ -69,7 +70,7 @@ def test_the_table_takes_them(count: int) -> None:
     assert rms_error(products.moe(x, *planes, ids, weights), reference.moe(x, *planes, ids, weights)) < LIMIT
 
 
-@pytest.mark.parametrize("names", [("Q4_K", "Q4_K", "Q8_0"), ("IQ3_XXS", "Q4_K", "Q6_K")], ids=str)
+@pytest.mark.parametrize("names", [("Q4_K", "Q4_K", "Q8_0"), ("MXFP4", "Q4_K", "Q6_K")], ids=str)
 @pytest.mark.parametrize("count", [50, 300])
 def test_one_product_with_integers(names: tuple[str, str, str], count: int) -> None:
     """Where a weight's type has none, the other kernels multiply the same pairs."""
@@ -80,7 +81,7 @@ def test_one_product_with_integers(names: tuple[str, str, str], count: int) -> N
     assert rms_error(products.moe(x, *planes, ids, weights), reference.moe(x, *planes, ids, weights)) < LIMIT
 
 
-@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_S", "IQ4_XS"])
 def test_linear(name: str) -> None:
     planes = planes_of(name, 208, 1536)
     tiles = (
