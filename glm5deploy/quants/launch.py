@@ -108,7 +108,7 @@ def linear_launch(m: int, n: int, supers: int, processors: int, together: bool =
     """For y[m, n] with ``supers`` super-blocks along K."""
     if _long(n, supers, processors) and m <= 16:
         return LONG_FEW if m <= 8 else LONG_SOME
-    if m == 1 and n > 32 * processors and supers <= 8:
+    if m == 1 and n > 32 * processors and 1 < supers <= 8:
         return ONE_ALONE
     few = FEW_ALONE if n > 12 * processors else FEW_SPREAD
     some = SOME if n > 16 * processors else SOME_SPREAD

@@ -11,6 +11,7 @@ import glm5deploy
 
 LINEAR = "GGML linear"
 MOE = "routed experts"
+FITS = "activations in fp16"
 ATTENTION = "sparse MLA"
 LOGITS = "indexer logits"
 TOPK = "top-k selection"
@@ -26,7 +27,10 @@ OTHER = "other"
 _FILES = {
     "linear_kernel": LINEAR,
     "unpack": LINEAR,
+    "integer_linear": LINEAR,
     "moe_kernel": MOE,
+    "integer_moe": MOE,
+    "activations": FITS,
     "sparse_mla": ATTENTION,
     "sparse_mla_hopper": ATTENTION,
     "indexer_logits": LOGITS,

@@ -282,6 +282,9 @@ def test_a_trace_of_torch_itself_is_read(tmp_path: Path) -> None:
     ("name", "group"),
     [
         ("gate_up_kernel", groups.MOE),
+        ("integer_gate_up_kernel", groups.MOE),
+        ("integer_linear_kernel", groups.LINEAR),
+        ("fit_kernel", groups.FITS),
         ("sparse_mla_fwd_kernel", groups.ATTENTION),
         ("void vllm::rms_norm_kernel<c10::BFloat16, 8, 2>(c10::BFloat16*, long)", groups.SMALL),
         ("void vllm::moe::grouped_topk_fused_kernel<float, float>(float*, long)", groups.ROUTER),
@@ -299,3 +302,4 @@ def test_every_kernel_of_ours_has_a_group() -> None:
     own = groups.own_kernels()
     assert {"linear_kernel", "gate_up_kernel", "down_kernel", "sparse_mla_fwd_kernel"} <= own.keys()
     assert all(groups.group_of(name) == own[name] for name in own)
+    assert not [name for name in own if name.endswith("_kernel") and own[name].startswith("ours: ")]
