@@ -15,6 +15,7 @@ from glm5deploy.quants.launch import Launch, sorted_at_once
 from glm5deploy.quants.planes import Planes
 
 FIT_WARPS, FIT_SUPERS = 4, 8  # warps of a program that fits rows, and super-blocks that it takes, about
+MOST_ACTIVATIONS = 2**31 - 1  # of one product: their places are counted in int32
 _INTEGERS = frozenset({Scales.K2, Scales.K3, Scales.K4, Scales.K6, Scales.X4, Scales.NIBBLE, Scales.NIBBLE16})
 Work = tuple[torch.Tensor, torch.Tensor]  # pairs by expert, and chunks of them: see sort_kernel
 Fitted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # activations, sums, scales: see fit_kernel
@@ -38,10 +39,16 @@ def has_integers(fmt: Format, rows: int, columns: int) -> bool:
     return fmt.scales in _INTEGERS and columns % 256 == 0 and rows % 16 == 0
 
 
-def _empty(rows: int, columns: int, device: torch.device) -> Fitted:
-    fitted = torch.empty((rows, columns), dtype=torch.float16, device=device)
-    sums = torch.empty((rows, columns // 8), dtype=torch.float16, device=device)
-    return fitted, sums, torch.empty(rows, dtype=torch.float32, device=device)
+def _room(x: torch.Tensor) -> Fitted:
+    """Memory for x [R, K] fitted; ValueError for what the kernels would silently get wrong."""
+    rows, columns = x.shape
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"products with integers take activations in bfloat16, not in {x.dtype}")
+    if x.numel() > MOST_ACTIVATIONS:
+        raise ValueError(f"{rows} rows of {columns} activations are more than {MOST_ACTIVATIONS}")
+    fitted = torch.empty((rows, columns), dtype=torch.float16, device=x.device)
+    sums = torch.empty((rows, columns // 8), dtype=torch.float16, device=x.device)
+    return fitted, sums, torch.empty(rows, dtype=torch.float32, device=x.device)
 
 
 def _blocks(rows: int, columns: int) -> tuple[int, dict[str, int]]:
@@ -52,21 +59,21 @@ def _blocks(rows: int, columns: int) -> tuple[int, dict[str, int]]:
 
 
 def fit(x: torch.Tensor) -> Fitted:
-    """bf16 [R, K], K a multiple of 256, as ``fit_kernel`` has it."""
+    """bf16 [R, K], K a multiple of 256, as ``fit_kernel`` has it; ValueError for other types and too many."""
     rows, columns = x.shape
-    found = _empty(rows, columns, x.device)
+    found = _room(x)
     blocks, tile = _blocks(rows, columns)
     fit_kernel[(blocks,)](x, *found, rows, columns, row_stride(x), num_warps=FIT_WARPS, **tile)
     return found
 
 
 def sort_and_fit(x: torch.Tensor, ids: torch.Tensor, experts: int, bm: int) -> tuple[Work, Fitted]:
-    """Order and work items of all pairs (moe_kernel.py), cut for tiles of ``bm``, and x bf16 [T, K] fitted."""
+    """Order and work items of all pairs (moe_kernel.py), cut for tiles of ``bm``, and x bf16 [T, K] as of ``fit``."""
     rows, columns = x.shape
     pairs = ids.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     work = torch.empty((experts + pairs // bm, 3), dtype=torch.int32, device=ids.device)
-    found = _empty(rows, columns, x.device)
+    found = _room(x)
     blocks, tile = _blocks(rows, columns)
     sort_fit_kernel[(experts + blocks,)](
         ids, order, work, pairs, experts, x, *found, rows, columns, row_stride(x),

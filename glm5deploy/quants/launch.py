@@ -169,7 +169,8 @@ def integer_moe_launch(
         programs = max(min(pairs, experts), pairs // c.bm) * -(-units // c.bn)
         a = replace(c, parts=max(1, min(MOST_PARTS, supers, c.resident * processors // programs)))
     if second:
-        stages = 3 if c is INTEGER_FEW else 2
+        # A third stage is worth it for few tokens, where 99 KiB of shared memory have room for it beside activations.
+        stages = 3 if c is INTEGER_FEW and 2 * c.bm * down_supers <= INTEGER_X else 2
         return a, replace(c, stages=stages, registers=0, tiles=6 if pairs <= experts else 12)
     return a, replace(b, tiles=_span(b, pairs, experts, outputs, processors))
 

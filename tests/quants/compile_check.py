@@ -25,7 +25,7 @@ from tests.quants.gluon_source import integer_source, planes_signature
 # A case: kernel, its formats, and the launch that products.py would choose on a GPU of 132 multiprocessors
 PROCESSORS = 132
 LINEAR = {"linear": (2624, 24), "short": (512, 24), "long": (19360, 24), "one": (6144, 8)}  # rows, super-blocks
-HIDDEN = {"down": 256, "deep": 1024}  # units, of products with integers
+HIDDEN = {"down": 256, "deep": 1024, "deepest": 4096}  # units, of products with integers
 POINTERS = {"x", "y", "hidden", "out", "terms", "parts", "tickets", "ids", "order", "work", "weights"}
 
 

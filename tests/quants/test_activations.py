@@ -73,3 +73,13 @@ def test_rows_may_lie_apart() -> None:
         integer_products.fit(x[:, 256:512]), integer_products.fit(x[:, 256:512].contiguous()), strict=True
     ):
         assert torch.equal(mine, theirs)
+
+
+def test_what_would_be_silently_wrong_is_refused() -> None:
+    """fp32 would lose bits that the other products keep; places beyond int32 would be others' rows."""
+    with pytest.raises(ValueError, match="not in torch"):
+        integer_products.fit(torch.zeros(1, 256, device=DEVICE))
+    long = torch.empty(1 << 23, 256, dtype=torch.bfloat16, device="meta")
+    for refused in (lambda: integer_products.fit(long), lambda: integer_products.sort_and_fit(long, long, 8, 8)):
+        with pytest.raises(ValueError, match="more than"):
+            refused()

@@ -14,8 +14,9 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99}
 CASES = ("linear:Q4_K:64", "linear:Q4_K:16", "short:Q5_K:16", "one:Q5_K:1", "long:Q6_K:1", "long:Q6_K:16")
 CASES += ("linear:Q6_K:1", "pair:Q5_K,Q8_0:1", "gate_up:Q5_K,Q4_K:1", "gate_up:Q5_K,Q4_K:64", "down:Q6_K:1")
 CASES += ("down:Q6_K:2048",)
-INTEGERS = ("linear:Q4_K:16", "linear:Q6_K:64", "long:Q6_K:1", "long:Q5_K:64", "gate_up:Q5_K,Q6_K:64")
+INTEGERS = ("linear:Q4_K:16", "linear:Q6_K:64", "long:Q6_K:1", "long:Q6_K:64", "gate_up:Q5_K,Q6_K:64")
 INTEGERS += ("gate_up:Q2_K,Q3_K:512", "gate_up:Q6_K,Q6_K:4096", "down:Q6_K:64", "down:Q5_K:512", "deep:Q6_K:4096")
+INTEGERS += ("deepest:Q6_K:64",)
 # One type of each way to store codes and scales; the first GPU with everything the kernels use compiles them all.
 TYPES = ("Q4_0", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K", "IQ4_XS", "MXFP4", "IQ3_S", "IQ2_S", "IQ2_XXS", "BF16")
 # Bytes of stack a thread: hardly any for tiles of 8 tokens; those of 16 hold a super-block's activations in registers

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from glm5deploy.quants import counters, integer_products, launch, products
-from glm5deploy.quants.formats import FORMATS
+from glm5deploy.quants.formats import FORMATS, Scales
 from glm5deploy.quants.planes import Planes, empty_planes
 
 PROCESSORS = (28, 82, 108, 128, 132, 148, 170, 188)
@@ -28,6 +28,29 @@ def test_parts_have_counters(processors: int) -> None:
         found = launch.integer_moe_launch(pairs, experts, (n, 24, True), (6144, 1, True), processors)
         if found is not None and found[0].parts > 1:
             assert pairs * -(-n // found[0].bn) <= counters.TICKETS
+
+
+def _shared(name: str, c: launch.Launch, supers: int, weights: int = 1) -> int:
+    """Bytes of shared memory that integer_memory.py takes for so many weights and super-blocks of activations."""
+    f = FORMATS[name]
+    halves = 2 if f.has_min or f.scales is Scales.X4 else 1
+    row = 32 * (f.low + f.high) + 16 + 2 * halves  # of a super-block: codes, four words, halves
+    return weights * c.stages * c.bn * row + supers * c.bm * (512 + 64)
+
+
+@pytest.mark.parametrize("name", ["Q6_K", "Q5_K", "IQ4_XS"])
+def test_every_launch_fits_small_gpus(name: str) -> None:
+    """A program of GPUs from SM86 on may have 99 KiB."""
+    assert _shared("Q6_K", launch.INTEGER_LONG, 2) == 100608  # as compiled: the largest, tests/quants/test_compile.py
+    for m, (n, k) in itertools.product((1, 9, 16, 17, 33, 64, 65, 192), SHAPES):
+        if c := launch.integer_linear_launch(m, n, k // 256, 82):
+            assert _shared(name, c, c.stages) <= 99 * 1024
+    for pairs, experts, supers in itertools.product((41, 64, 512, 4096, 100_000), (1, 8, 32, 256), range(1, 17)):
+        up, down = launch.integer_moe_launch(pairs, experts, (256 * supers, 24, True), (6144, supers, True), 82) or (
+            pytest.fail("none")
+        )
+        assert _shared(name, up, up.stages, weights=2) <= 99 * 1024
+        assert _shared(name, down, supers) <= 99 * 1024
 
 
 @pytest.mark.parametrize("down_supers", [1, 2, 4, 8, 16, 32])
