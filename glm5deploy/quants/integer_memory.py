@@ -30,7 +30,10 @@ def operand(index, warps):
 
 @gluon.jit
 def weight_memory(BN: gl.constexpr, STAGES: gl.constexpr, FMT: gl.constexpr):
-    """For BN rows: low and high plane int16 [STAGES, parts * BN, 16], words [STAGES, 4, BN], halves [STAGES, 2, BN]."""
+    """For BN rows: low and high plane int16 [STAGES, parts * BN, 16], words int32 [STAGES, 4, BN].
+
+    And halves int16 [STAGES, 1 or 2, BN]. Where there is no high plane, the low one stands in.
+    """
     CODES: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     low = gl.allocate_shared_memory(gl.int16, [STAGES, FMT[0] * BN, 16], CODES)

@@ -52,15 +52,21 @@ class Runner(experts.Glm5ExpertsRunner):
 
 
 def layers() -> list[Layer]:
-    few = routed("Q4_K", "Q4_K", "Q6_K"), routed("IQ3_S", "Q4_K", "Q8_0", hidden=320, inner=96)
+    few = (
+        (8, routed("Q4_K", "Q4_K", "Q6_K")),
+        (40, routed("IQ3_S", "Q4_K", "Q8_0", hidden=320, inner=96)),
+        (1, routed("Q5_K", "Q5_K", "Q5_0")),  # one product with integers, the other without
+        (8, routed("Q8_0", "Q8_0", "Q6_K", inner=2560)),  # long activations of the second
+    )
     return [
         Layer(Glm5LinearMethod, ("Q4_K", 2048, 6144), ("Q6_K", 576, 6144)),
         Layer(Glm5LinearMethod, ("Q8_0", 512, 6144), ("Q8_0", 512, 6144)),
         Layer(Glm5LinearMethod, ("Q5_K", 2048, 2048)),
         Layer(Glm5LinearMethod, ("IQ4_XS", 6144, 256)),
+        Layer(Glm5LinearMethod, ("Q5_K", 8464, 2304)),  # long, as an output head
         Layer(Glm5LinearMethod, ("Q4_0", 200, 96)),  # no multiple of 16 rows, no whole super-block
         Layer(Glm5LinearMethod, ("Q8_0", 72, 288), ("Q5_1", 40, 288)),
-        *(Layer(Glm5MoeMethod, *parts, experts=count) for parts, count in zip(few, (8, 40), strict=True)),
+        *(Layer(Glm5MoeMethod, *parts, experts=count) for count, parts in few),
         Layer(Glm5EmbeddingMethod, ("Q4_K", 640, 512)),
         Layer(Glm5EmbeddingMethod, ("Q6_K", 640, 512)),
     ]
@@ -105,7 +111,7 @@ def use_products() -> None:
 
     ops._linear, ops._moe, ops._rows = ops._linear_on_gpu, moe, rows
     torch.matmul = lambda x, w, out: out
-    products._gpu = lambda x: products.Gpu(132, False, True)
+    products._gpu = lambda x: products.Gpu(132, True, True)
 
 
 def main() -> None:
