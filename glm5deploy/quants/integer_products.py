@@ -1,4 +1,4 @@
-"""Products with integers, launched: what products.py takes for K-quants where that is faster (launch.py says when)."""
+"""Products with integers, launched: what products.py takes for types with blocks of 256 where launch.py says so."""
 
 from __future__ import annotations
 

@@ -81,13 +81,13 @@ class Products:
 def products(x: torch.Tensor, planes: Planes, experts: torch.Tensor) -> Products:
     """[R, N] of x bf16 [R, K], each row with its own expert; weights are gguf-py's (tests/quants/test_reference.py).
 
-    Q6_K's are rounded to fp16. Activations keep 2^-24 of a row's largest; factors and sums are fp32.
+    Those of ROUNDED become fp16, of 11 bits. Activations keep 2^-24 of a row's largest; factors and sums are fp32.
     """
     weights = reference.dequantize_planes(planes).double()[experts]  # [R, N, K]
     wide = x.double()[:, :, None]
     sizes = (weights.abs() @ wide.abs())[..., 0]
     largest = weights.abs().sum(-1) * wide.abs().amax(1)
-    rounding = 2.0**-12 if planes.format.name in ROUNDED else 2.0**-20
+    rounding = 2.0**-11 if planes.format.name in ROUNDED else 2.0**-20
     return Products((weights @ wide)[..., 0], sizes * rounding + largest * 2.0**-24)
 
 
