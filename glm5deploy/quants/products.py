@@ -1,7 +1,8 @@
 """Products with planes on a GPU, the functions a quantisation method calls: planes and activations in, result out.
 
 Activations stay as they are (bf16) and weights are what the file says. Products with integers round weights of Q6_K and
-IQ4_XS to 11 bits; where weights are unpacked for cuBLAS, each is rounded to bf16 once. Every launch is fit for CUDA graphs, and calls on different streams may overlap.
+IQ4_XS to 11 bits; where weights are unpacked for cuBLAS, each is rounded to bf16 once. Every launch is fit for CUDA
+graphs, and calls on different streams may overlap.
 """
 
 from __future__ import annotations
