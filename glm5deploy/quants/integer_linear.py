@@ -13,19 +13,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from glm5deploy.quants.integer_memory import (
     accumulator,
-    add_scaled,
-    add_tile,
+    add_super,
+    after,
     bring_weights,
     bring_x,
-    load_scales,
     sums_layout,
     weight_memory,
     weights_at,
     x_layout,
     x_memory,
-    x_tile,
 )
-from glm5deploy.quants.integer_parts import add_parts, arrive
+from glm5deploy.quants.linear_kernel import add_parts, arrive
 
 
 @gluon.jit(do_not_specialize=["M", "SUPERS", "PARTS"])
@@ -61,13 +59,9 @@ def integer_linear_kernel(
             bring_weights(memory, planes, free, ahead, 0, N, FMT, BN, WARPS)
             bring_x(xs, x, sums, rows, sums_rows, M - m0, free, begin + ahead, SUPERS, WARPS)
         async_copy.commit_group()
-        b_scales, least = load_scales(memory, slot, FMT, WARPS)
-        total = gl.zeros([BN, BM], gl.float32, ACC)
-        for i in gl.static_range(16):
-            total = add_tile(total, memory, b_scales, x_tile(xs, slot, i, WARPS), slot, i, FMT, WARPS)
-        acc = add_scaled(acc, total, memory, least, xs, slot, slot, FMT, WARPS)
-        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
-        free = gl.where(free == STAGES - 1, 0, free + 1)
+        acc = add_super(acc, memory, xs, slot, slot, FMT, WARPS)
+        slot = after(slot, STAGES)
+        free = after(free, STAGES)
     m = m0 + gl.arange(0, BM, gl.SliceLayout(0, ACC))
     n = gl.arange(0, BN, gl.SliceLayout(1, ACC))
     scale = gl.load(scales + gl.minimum(m, M - 1))[None, :]

@@ -12,8 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from glm5deploy.quants.integer_text import has_minima, shrink
-from glm5deploy.quants.integer_tile import X4, half_count, integer_tile, minimum_tile, scale_bytes, word_count
+from glm5deploy.quants.integer_text import shrink
+from glm5deploy.quants.integer_tile import integer_tile, minimum_tile
+from glm5deploy.quants.scales import X4, half_count, has_minimum, scale_bytes, word_count
 
 
 @gluon.constexpr_function
@@ -41,7 +42,7 @@ def weight_memory(BN: gl.constexpr, STAGES: gl.constexpr, FMT: gl.constexpr):
     if FMT[1] > 0:
         high = gl.allocate_shared_memory(gl.int16, [STAGES, FMT[1] * BN, 16], CODES)
     words = gl.allocate_shared_memory(gl.int32, [STAGES, 4, BN], PLAIN)
-    halves = gl.allocate_shared_memory(gl.int16, [STAGES, half_count(FMT), BN], PLAIN)
+    halves = gl.allocate_shared_memory(gl.int16, [STAGES, half_count(FMT[3]), BN], PLAIN)
     return low, high, words, halves
 
 
@@ -61,8 +62,8 @@ def weights_at(planes, before, n0, N, FMT: gl.constexpr):
     return (
         low + rows * (16 * FMT[0]) + n0 * 16,
         high + rows * (16 * FMT[1]) + n0 * 16,
-        words + rows * word_count(FMT) + n0,
-        halves + rows * half_count(FMT) + n0,
+        words + rows * word_count(FMT[3]) + n0,
+        halves + rows * half_count(FMT[3]) + n0,
     )
 
 
@@ -85,12 +86,12 @@ def bring_weights(
     _bring_codes(low.index(slot), planes[0] + n * 16, rows, N, FMT[0], BN, WARPS)
     if FMT[1] > 0:
         _bring_codes(high.index(slot), planes[1] + n * 16, rows, N, FMT[1], BN, WARPS)
-    W: gl.constexpr = word_count(FMT)
+    W: gl.constexpr = word_count(FMT[3])
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     w = gl.arange(0, 4, gl.SliceLayout(1, WORDS))[:, None]
     at = N * w + gl.arange(0, BN, gl.SliceLayout(0, WORDS))[None, :]
     async_copy.async_load(words.index(slot), planes[2] + n + (at + rows * W), mask=w < W)
-    H: gl.constexpr = half_count(FMT)
+    H: gl.constexpr = half_count(FMT[3])
     HALVES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     at = N * gl.arange(0, H, gl.SliceLayout(1, HALVES))[:, None] + gl.arange(0, BN, gl.SliceLayout(0, HALVES))[None, :]
     async_copy.async_load(halves.index(slot), planes[3] + n + (at + rows * H))
@@ -133,7 +134,7 @@ def x_tile(memory, slot, I: gl.constexpr, WARPS: gl.constexpr):
 def load_scales(memory, slot, FMT: gl.constexpr, WARPS: gl.constexpr):
     """What ``scale_bytes`` gives, each row's where its weights are."""
     A: gl.constexpr = operand(0, WARPS)
-    W: gl.constexpr = word_count(FMT)
+    W: gl.constexpr = word_count(FMT[3])
     words = memory[2].index(slot).permute((1, 0))
     a = words.slice(0, 1, 1).load(A)
     b = words.slice(1, 1, 1).load(A) if W > 1 else a
@@ -141,7 +142,7 @@ def load_scales(memory, slot, FMT: gl.constexpr, WARPS: gl.constexpr):
     d = words.slice(3, 1, 1).load(A) if W > 3 else a
     if FMT[3] == X4:
         b = memory[3].index(slot).permute((1, 0)).slice(1, 1, 1).load(A).to(gl.int32)
-    return scale_bytes(a, b, c, d, FMT)
+    return scale_bytes(a, b, c, d, FMT[3])
 
 
 @gluon.jit
@@ -157,6 +158,22 @@ def add_tile(total, memory, scales, x, slot, I: gl.constexpr, FMT: gl.constexpr,
 
 
 @gluon.jit
+def add_super(acc, memory, x, slot, x_slot, FMT: gl.constexpr, WARPS: gl.constexpr):
+    """acc [BN, BM] + the super-block of weights in ``slot`` times the one of activations in ``x_slot``."""
+    scales, least = load_scales(memory, slot, FMT, WARPS)
+    total = gl.zeros_like(acc)
+    for i in gl.static_range(16):
+        total = add_tile(total, memory, scales, x_tile(x, x_slot, i, WARPS), slot, i, FMT, WARPS)
+    return add_scaled(acc, total, memory, least, x, slot, x_slot, FMT, WARPS)
+
+
+@gluon.jit
+def after(slot, STAGES: gl.constexpr):
+    """The buffer behind ``slot``, in a ring of STAGES."""
+    return gl.where(slot == STAGES - 1, 0, slot + 1)
+
+
+@gluon.jit
 def _half(memory, slot, K: gl.constexpr, WARPS: gl.constexpr):
     """A row's d (0) or dmin (1), fp32 [BN, 1]."""
     half = memory[3].index(slot).permute((1, 0)).slice(K, 1, 1).load(accumulator(WARPS))
@@ -167,7 +184,7 @@ def _half(memory, slot, K: gl.constexpr, WARPS: gl.constexpr):
 def add_scaled(acc, total, memory, least, x, slot, x_slot, FMT: gl.constexpr, WARPS: gl.constexpr):
     """acc + a super-block's total as its weights have it: times d, less dmin times minima times sums of x."""
     d = _half(memory, slot, 0, WARPS) * (FMT[5] / shrink(FMT))
-    if has_minima(FMT):
+    if has_minimum(FMT[3]):
         B: gl.constexpr = operand(1, WARPS)
         tile = minimum_tile(least, FMT, operand(0, WARPS))
         sums = x[1].index(x_slot)

@@ -14,7 +14,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from glm5deploy.quants.integer_memory import (
     accumulator,
     add_scaled,
+    add_super,
     add_tile,
+    after,
     bring_weights,
     bring_x,
     load_scales,
@@ -25,7 +27,13 @@ from glm5deploy.quants.integer_memory import (
     x_memory,
     x_tile,
 )
-from glm5deploy.quants.integer_parts import add_parts, arrive
+from glm5deploy.quants.linear_kernel import add_parts, arrive
+
+
+@gluon.jit
+def work_item(work, item):
+    """Expert, first place in ``order``, and pairs of a work item."""
+    return gl.load(work + item * 3), gl.load(work + item * 3 + 1), gl.load(work + item * 3 + 2)
 
 
 @gluon.jit
@@ -67,10 +75,7 @@ def integer_gate_up_kernel(
 
     parts fp32 [PARTS, P, 2N], pairs as sorted; tickets int32 [P, N tiles], zero. Grid (N tiles, items, PARTS).
     """
-    item = work + gl.program_id(1) * 3
-    e = gl.load(item)
-    first = gl.load(item + 1)
-    count = gl.load(item + 2)
+    e, first, count = work_item(work, gl.program_id(1))
     if count == 0:
         return
     part = gl.program_id(2)
@@ -114,8 +119,8 @@ def integer_gate_up_kernel(
             u_total = add_tile(u_total, ups, u_scales, b_x, slot, i, U, WARPS)
         gate = add_scaled(gate, g_total, gates, g_least, xs, slot, slot, G, WARPS)
         up = add_scaled(up, u_total, ups, u_least, xs, slot, slot, U, WARPS)
-        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
-        free = gl.where(free == STAGES - 1, 0, free + 1)
+        slot = after(slot, STAGES)
+        free = after(free, STAGES)
     if PARTS == 1:
         _store_hidden(hidden, gate, up, scales, order, first, count, n0, N, TOPK, WARPS)
     else:
@@ -139,10 +144,7 @@ def integer_down_kernel(
     WARPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """terms [P, N] = weight * (down x); x, sums, scales: a row a pair. Grid (spans of TILES * BN outputs, items)."""
-    item = work + gl.program_id(1) * 3
-    e = gl.load(item)
-    first = gl.load(item + 1)
-    count = gl.load(item + 2)
+    e, first, count = work_item(work, gl.program_id(1))
     if count == 0:
         return
     n0 = gl.program_id(0) * (TILES * BN)
@@ -175,11 +177,7 @@ def integer_down_kernel(
                 n = gl.minimum(n0 + ahead // SUPERS * BN, N - BN)
                 bring_weights(memory, planes, free, ahead % SUPERS, n, N, FMT, BN, WARPS)
             async_copy.commit_group()
-            b_scales, least = load_scales(memory, slot, FMT, WARPS)
-            total = gl.zeros([BN, BM], gl.float32, ACC)
-            for i in gl.static_range(16):
-                total = add_tile(total, memory, b_scales, x_tile(xs, s, i, WARPS), slot, i, FMT, WARPS)
-            acc = add_scaled(acc, total, memory, least, xs, slot, s, FMT, WARPS)
-            slot = gl.where(slot == STAGES - 1, 0, slot + 1)
-            free = gl.where(free == STAGES - 1, 0, free + 1)
+            acc = add_super(acc, memory, xs, slot, s, FMT, WARPS)
+            slot = after(slot, STAGES)
+            free = after(free, STAGES)
         store_pairs(terms, acc * share, order, first, count, gl.minimum(n0 + t * BN, N - BN), N, WARPS)

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from glm5deploy.quants.activations import fit_kernel, sort_fit_kernel
-from glm5deploy.quants.arguments import kernel_format, pointers, row_stride
+from glm5deploy.quants.arguments import Work, kernel_format, pointers, row_stride, work_memory
 from glm5deploy.quants.counters import part_memory
 from glm5deploy.quants.formats import Format, Scales
 from glm5deploy.quants.launch import Launch, sorted_at_once
@@ -17,7 +17,6 @@ from glm5deploy.quants.planes import Planes
 FIT_WARPS, FIT_SUPERS = 4, 8  # warps of a program that fits rows, and super-blocks that it takes, about
 MOST_ACTIVATIONS = 2**31 - 1  # of one product: their places are counted in int32
 _INTEGERS = frozenset({Scales.K2, Scales.K3, Scales.K4, Scales.K6, Scales.X4, Scales.NIBBLE, Scales.NIBBLE16})
-Work = tuple[torch.Tensor, torch.Tensor]  # pairs by expert, and chunks of them: see sort_kernel
 Fitted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # activations, sums, scales: see fit_kernel
 
 
@@ -70,16 +69,13 @@ def fit(x: torch.Tensor) -> Fitted:
 def sort_and_fit(x: torch.Tensor, ids: torch.Tensor, experts: int, bm: int) -> tuple[Work, Fitted]:
     """Order and work items of all pairs (moe_kernel.py), cut for tiles of ``bm``, and x bf16 [T, K] as of ``fit``."""
     rows, columns = x.shape
-    pairs = ids.numel()
-    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
-    work = torch.empty((experts + pairs // bm, 3), dtype=torch.int32, device=ids.device)
-    found = _room(x)
+    pairs, work, found = ids.numel(), work_memory(ids, experts, bm), _room(x)
     blocks, tile = _blocks(rows, columns)
     sort_fit_kernel[(experts + blocks,)](
-        ids, order, work, pairs, experts, x, *found, rows, columns, row_stride(x),
+        ids, *work, pairs, experts, x, *found, rows, columns, row_stride(x),
         BM=bm, CHUNK=sorted_at_once(pairs), num_warps=FIT_WARPS, **tile,
     )  # fmt: skip
-    return (order, work), found
+    return work, found
 
 
 def gate_up(fitted: Fitted, gate: Planes, up: Planes, topk: int, work: Work, c: Launch) -> torch.Tensor:

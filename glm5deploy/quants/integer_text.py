@@ -7,13 +7,8 @@ from typing import Any
 import triton
 
 from glm5deploy.quants.formats import Scales
-from glm5deploy.quants.unpack import look_up_sixteen, pair_selector
-
-
-@triton.constexpr_function
-def has_minima(fmt: tuple[Any, ...]) -> bool:
-    """Whether weights are scale * code less a minimum; else scale * (code - offset) or scale * table[code]."""
-    return fmt[3] in (int(Scales.K4), int(Scales.K2))
+from glm5deploy.quants.scales import group_tiles, has_minimum, scale_bias, scale_place
+from glm5deploy.quants.unpack import insert, look_up_sixteen, pair_selector, shifted, table_lines
 
 
 @triton.constexpr_function
@@ -29,20 +24,19 @@ def _scale_line(fmt: tuple[Any, ...]) -> tuple[float, float]:
     kind = fmt[3]
     if kind in (int(Scales.NIBBLE), int(Scales.NIBBLE16)):
         return 2.0, 2047.0  # n + 1/2, twice
-    bias = 128.0 if kind == int(Scales.K6) else 32.0 if kind in (int(Scales.K3), int(Scales.X4)) else 0.0
-    return shrink(fmt), shrink(fmt) * (1024.0 + bias)
+    return shrink(fmt), shrink(fmt) * (1024.0 + scale_bias(kind))
 
 
 @triton.constexpr_function
 def interleaved(fmt: tuple[Any, ...]) -> bool:
     """Whether even and odd groups' scale bytes are in words of their own."""
-    return fmt[3] in (int(Scales.X4), int(Scales.NIBBLE), int(Scales.NIBBLE16))
+    return scale_place(fmt[3], 0)[0] != scale_place(fmt[3], 1)[0]
 
 
 @triton.constexpr_function
 def tile_group(fmt: tuple[Any, ...], i: int) -> int:
-    """The group of scales that tile i belongs to: of 32 weights, or of 16."""
-    return i // 2 if fmt[3] in (int(Scales.K4), int(Scales.X4), int(Scales.NIBBLE)) else i
+    """The group of scales that tile i belongs to."""
+    return i // group_tiles(fmt[3])
 
 
 @triton.constexpr_function
@@ -70,54 +64,31 @@ def _halves(low: float, high: float) -> str:
 
 
 @triton.constexpr_function
-def insert(target: str, source: str, mask: int, rest: str) -> str:
-    """target = (source & mask in both halves) | rest."""
-    return f"lop3.b32 {target}, {source}, 0x{mask:04X}{mask:04X}, {rest}, 0xEA;"
-
-
-@triton.constexpr_function
 def code_lines(fmt: tuple[Any, ...], i: int) -> list[str]:
     """a = 1024 + 2^lifted * code of tile i, from the planes' elements $1 and, if there is a high one, $2."""
     low, high = fmt[:2]
     up = lifted(fmt, i)
-    lines, at = [], "$1"
-    if i % (16 // low) >= 8 // low:
-        lines.append("shr.u32 v, $1, 8;")
-        at = "v"
-    lines.append(insert("a", at, ((1 << low) - 1) << up, "0x64006400"))
+    lines, at = shifted("$1", 8 if i % (16 // low) >= 8 // low else 0)
+    lines = [*lines, insert("a", at, ((1 << low) - 1) << up, "0x64006400")]
     if high:
-        right = high * (i % (16 // high)) - low - up
-        at = "v" if right else "$2"
-        if right:
-            lines.append(f"shr.u32 v, $2, {right};" if right > 0 else f"shl.b32 v, $2, {-right};")
-        lines.append(insert("a", at, ((1 << high) - 1) << (low + up), "a"))
+        shift, at = shifted("$2", high * (i % (16 // high)) - low - up)
+        lines += [*shift, insert("a", at, ((1 << high) - 1) << (low + up), "a")]
     return lines
-
-
-@triton.constexpr_function
-def _table_lines(table: tuple[int, ...]) -> list[str]:
-    """Registers t0 to t3: a table's bytes, 128 added."""
-    packed = [sum((table[4 * k + n] + 128) << (8 * n) for n in range(4)) for k in range(len(table) // 4)]
-    return [f"mov.b32 t{k}, 0x{value:08X};" for k, value in enumerate(packed)]
 
 
 @triton.constexpr_function
 def value_lines(fmt: tuple[Any, ...], i: int) -> list[str]:
     """a = the table's entry for tile i's code, 16 times as much where i is odd, as codes without a table are lifted."""
     low, high, table = fmt[0], fmt[1], fmt[4]
-    lines = _table_lines(table)
+    lines = table_lines(table, 128)
     if len(table) == 16:
         lines += [*look_up_sixteen("$1"), f"prmt.b32 v, p, q, 0x{pair_selector(i % 4):04X};"]
     else:  # a code of three bits
-        shift, right = low * (i % (16 // low)), high * (i % (16 // high)) - low
-        lines += [f"shr.u32 v, $1, {shift};", "and.b32 p, v, 0x00030003;"]
-        lines.append(f"shr.u32 v, $2, {right};" if right >= 0 else f"shl.b32 v, $2, {-right};")
-        lines += [
-            insert("p", "v", 4, "p"),
-            "shr.u32 v, p, 8;",
-            "lop3.b32 p, v, 0x700, p, 0xEA;",
-            "prmt.b32 v, t0, t1, p;",
-        ]
+        shift, at = shifted("$1", low * (i % (16 // low)))
+        lines += [*shift, f"and.b32 p, {at}, 0x00030003;"]
+        shift, at = shifted("$2", high * (i % (16 // high)) - low)
+        lines += [*shift, insert("p", at, 4, "p"), "shr.u32 v, p, 8;", "lop3.b32 p, v, 0x700, p, 0xEA;"]
+        lines.append("prmt.b32 v, t0, t1, p;")
     lines.append(insert("a", "v", 0xFF, "0x64006400"))
     if i % 2:
         lines += [f"mov.b32 c, {_halves(16.0, 16.0)};", f"mov.b32 z, {_halves(-18432.0, -18432.0)};"]
@@ -136,7 +107,7 @@ def tile_text(fmt: tuple[Any, ...], i: int) -> str:
     lines = [".reg .b32 a, b, c, p, q, s, t, v, z, t0, t1, t2, t3;", ".reg .b16 l, h;"]
     lines += value_lines(fmt, i) if fmt[4] else code_lines(fmt, i)
     lines += [f"mov.b32 {{l, h}}, ${first};", f"mov.b32 s, {{{half}, {half}}};"]
-    if has_minima(fmt):
+    if has_minimum(fmt[3]):
         lines += [f"mov.b32 {{l, h}}, ${first + 2};", f"mov.b32 z, {{{half}, {half}}};", "fma.rn.f16x2 $0, a, s, z;"]
     else:
         if not fmt[4]:
@@ -151,7 +122,7 @@ def _factor(fmt: tuple[Any, ...], group: int) -> float:
     """What a group's scale is multiplied by besides, so that lifted codes times activations are all of one size."""
     if fmt[4]:
         return 1.0
-    tile = 2 * group if tile_group(fmt, 2) == 1 else group
+    tile = group_tiles(fmt[3]) * group
     return (16.0 if tile % 2 else 1.0) / 2.0 ** lifted(fmt, tile)
 
 
@@ -162,11 +133,11 @@ def pair_text(fmt: tuple[Any, ...], group: int) -> str:
     With minima also -1024 times as much ($1). A byte is put on top of 1024 and taken off it again.
     """
     lines = [".reg .b32 t, p, q;"]
+    byte = scale_place(fmt[3], group)[1]
     if interleaved(fmt):
-        lines += [f"prmt.b32 t, $1, $2, 0x{pair_selector(group % 8 // 2):04X};", insert("t", "t", 0xFF, "0x64006400")]
+        lines += [f"prmt.b32 t, $1, $2, 0x{pair_selector(byte):04X};", insert("t", "t", 0xFF, "0x64006400")]
     else:
-        byte = group % 4
-        lines.append(f"prmt.b32 t, {'$2' if has_minima(fmt) else '$1'}, 0x64, 0x4{byte + 1}4{byte};")
+        lines.append(f"prmt.b32 t, {'$2' if has_minimum(fmt[3]) else '$1'}, 0x64, 0x4{byte + 1}4{byte};")
     times, less = _scale_line(fmt)
     factors = _factor(fmt, group), _factor(fmt, group + 1)
     lines.append(f"mov.b32 q, {_halves(-less * factors[0], -less * factors[1])};")
@@ -174,6 +145,6 @@ def pair_text(fmt: tuple[Any, ...], group: int) -> str:
         lines.append("add.rn.f16x2 $0, t, q;")
     else:
         lines += [f"mov.b32 p, {_halves(times * factors[0], times * factors[1])};", "fma.rn.f16x2 $0, t, p, q;"]
-    if has_minima(fmt):
+    if has_minimum(fmt[3]):
         lines += ["mov.b32 q, 0xE400E400;", "mul.rn.f16x2 $1, $0, q;"]
     return "{\n" + "\n".join(lines) + "\n}"

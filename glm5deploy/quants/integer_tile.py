@@ -18,16 +18,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from glm5deploy.quants.formats import Scales
-from glm5deploy.quants.integer_text import has_minima, interleaved, pair_text, tile_group, tile_text
+from glm5deploy.quants.integer_text import interleaved, pair_text, tile_group, tile_text
+from glm5deploy.quants.scales import K4, has_minimum, scale_place
 
-K4 = gl.constexpr(int(Scales.K4))
-K6 = gl.constexpr(int(Scales.K6))
-K3 = gl.constexpr(int(Scales.K3))
-K2 = gl.constexpr(int(Scales.K2))
-X4 = gl.constexpr(int(Scales.X4))
-NIBBLE = gl.constexpr(int(Scales.NIBBLE))
-SIGNS = gl.constexpr(-0x7F7F7F80)  # 0x80808080
 MINIMA_TEXT = gl.constexpr(
     """{ .reg .b32 t, p;
     prmt.b32 t, $1, 0x64, $3;
@@ -36,71 +29,19 @@ MINIMA_TEXT = gl.constexpr(
 )
 
 
-@gluon.constexpr_function
-def word_count(fmt):
-    kind = fmt[3]
-    if kind in (int(Scales.X4), int(Scales.NIBBLE)):
-        return 1
-    if kind == int(Scales.NIBBLE16):
-        return 2
-    return 3 if kind in (int(Scales.K4), int(Scales.K3)) else 4
-
-
-@gluon.constexpr_function
-def half_count(fmt):
-    return 2 if has_minima(fmt) or fmt[3] == int(Scales.X4) else 1
-
-
-@gluon.jit
-def scale_bytes(a, b, c, d, FMT: gl.constexpr):
-    """A super-block's words, int32 [BN, 1], as words of four groups' scale bytes and of minimum bytes.
-
-    As in scales.py. Words that a type lacks are not looked at; the second of IQ4_XS is its upper scale bits.
-    """
-    if FMT[3] == K4:
-        s0 = a & 0x3F3F3F3F
-        s1 = (c & 0x0F0F0F0F) | ((a >> 2) & 0x30303030)
-        m0 = b & 0x3F3F3F3F
-        m1 = ((c >> 4) & 0x0F0F0F0F) | ((b >> 2) & 0x30303030)
-        return (s0, s1), (m0, m1)
-    elif FMT[3] == K6:  # signed, 128 added
-        return (a ^ SIGNS, b ^ SIGNS, c ^ SIGNS, d ^ SIGNS), ()
-    elif FMT[3] == K3:
-        s0 = (a & 0x0F0F0F0F) | ((c << 4) & 0x30303030)
-        s1 = (b & 0x0F0F0F0F) | ((c << 2) & 0x30303030)
-        s2 = ((a >> 4) & 0x0F0F0F0F) | (c & 0x30303030)
-        s3 = ((b >> 4) & 0x0F0F0F0F) | ((c >> 2) & 0x30303030)
-        return (s0, s1, s2, s3), ()
-    elif FMT[3] == K2:
-        scales = a & 0x0F0F0F0F, b & 0x0F0F0F0F, c & 0x0F0F0F0F, d & 0x0F0F0F0F
-        least = (a >> 4) & 0x0F0F0F0F, (b >> 4) & 0x0F0F0F0F, (c >> 4) & 0x0F0F0F0F, (d >> 4) & 0x0F0F0F0F
-        return scales, least
-    elif FMT[3] == X4:
-        return (_upper_bits(a & 0x0F0F0F0F, b), _upper_bits((a >> 4) & 0x0F0F0F0F, b >> 2)), ()
-    elif FMT[3] == NIBBLE:
-        return (a & 0x0F0F0F0F, (a >> 4) & 0x0F0F0F0F), ()
-    else:
-        return (a & 0x0F0F0F0F, (a >> 4) & 0x0F0F0F0F, b & 0x0F0F0F0F, (b >> 4) & 0x0F0F0F0F), ()
-
-
-@gluon.jit
-def _upper_bits(word, u):
-    """Four fields of two bits, four apart, on top of the nibbles of ``word``'s bytes."""
-    return word | ((u & 3) << 4) | ((u & 0x30) << 8) | ((u & 0x300) << 12) | ((u & 0x3000) << 16)
-
-
 @gluon.jit
 def group_pair(scales, GROUP: gl.constexpr, FMT: gl.constexpr):
     """Two groups' scales in fp16, int32 [BN, 1], from ``scale_bytes``' words; with minima also -1024 times as much."""
     text: gl.constexpr = pair_text(FMT, GROUP)
+    word = scales[scale_place(FMT[3], GROUP)[0]]
     if interleaved(FMT):
-        words = [scales[GROUP // 8 * 2], scales[GROUP // 8 * 2 + 1]]
+        words = [word, scales[scale_place(FMT[3], GROUP + 1)[0]]]
         s = gl.inline_asm_elementwise(text, "=r,r,r", words, gl.int32, True, 1)
         return s, s
-    elif has_minima(FMT):
-        return gl.inline_asm_elementwise(text, "=&r,=r,r", [scales[GROUP // 4]], (gl.int32, gl.int32), True, 1)
+    elif has_minimum(FMT[3]):
+        return gl.inline_asm_elementwise(text, "=&r,=r,r", [word], (gl.int32, gl.int32), True, 1)
     else:
-        s = gl.inline_asm_elementwise(text, "=r,r", [scales[GROUP // 4]], gl.int32, True, 1)
+        s = gl.inline_asm_elementwise(text, "=r,r", [word], gl.int32, True, 1)
         return s, s
 
 
@@ -110,7 +51,7 @@ def integer_tile(w, h, scales, I: gl.constexpr, FMT: gl.constexpr):
     GROUP: gl.constexpr = tile_group(FMT, I)
     text: gl.constexpr = tile_text(FMT, I)
     s, z = group_pair(scales, GROUP // 2 * 2, FMT)
-    if has_minima(FMT):
+    if has_minimum(FMT[3]):
         if FMT[1] > 0:
             return gl.inline_asm_elementwise(text, "=r,r,r,r,r,r,r", [w, h, s, z], gl.float16, True, 2)
         else:

@@ -16,10 +16,9 @@ import torch
 import triton
 
 from glm5deploy.quants import integer_products, launch
-from glm5deploy.quants.arguments import kernel_format, pointers, row_stride
+from glm5deploy.quants.arguments import Work, kernel_format, pointers, row_stride, work_memory
 from glm5deploy.quants.counters import part_memory
 from glm5deploy.quants.formats import SUPER, Format
-from glm5deploy.quants.integer_products import Work
 from glm5deploy.quants.linear_kernel import dense_kernel, linear_kernel, pair_kernel
 from glm5deploy.quants.moe_kernel import down_kernel, gate_up_kernel, sort_kernel, sum_kernel
 from glm5deploy.quants.planes import Planes
@@ -262,10 +261,9 @@ def _find_pairs(ids: torch.Tensor, experts: int, c: _MoeLaunch) -> Work:
     if c.search:
         empty = torch.empty(0, dtype=torch.int32, device=ids.device)
         return empty, empty
-    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
-    work = torch.empty((experts + pairs // bm, 3), dtype=torch.int32, device=ids.device)
-    sort_kernel[(experts,)](ids, order, work, pairs, experts, BM=bm, CHUNK=launch.sorted_at_once(pairs), num_warps=4)
-    return order, work
+    work = work_memory(ids, experts, bm)
+    sort_kernel[(experts,)](ids, *work, pairs, experts, BM=bm, CHUNK=launch.sorted_at_once(pairs), num_warps=4)
+    return work
 
 
 def _gate_up(

@@ -38,6 +38,22 @@ def has_minimum(kind: int) -> bool:
     return kind in (int(Scales.K4), int(Scales.K2), int(Scales.BLOCK_MIN))
 
 
+@triton.constexpr_function
+def word_count(kind: int) -> int:
+    """Words of a super-block that hold scales and minima in bytes or less, as `Format.word_count`."""
+    if kind in (int(Scales.X4), int(Scales.NIBBLE)):
+        return 1
+    if kind == int(Scales.NIBBLE16):
+        return 2
+    return 3 if kind in (int(Scales.K4), int(Scales.K3)) else 4
+
+
+@triton.constexpr_function
+def half_count(kind: int) -> int:
+    """Halves of a super-block whose scales are in such words, as `Format.half_count`."""
+    return 2 if kind in (int(Scales.K4), int(Scales.K2), int(Scales.X4)) else 1
+
+
 @triton.jit
 def _load_half(halves, start, at):
     """fp32 [BN] of the halves at start + at, read as the words they are in: pipelines copy no less than four bytes."""
@@ -69,7 +85,7 @@ def _load_halves(halves, sb, n, N, COUNT: tl.constexpr):
 def load_scales(words, halves, sb, n, N, FMT: tl.constexpr):
     """A super-block's scales, still packed, for ``group_scale``: words of scale bytes, of minimum bytes, then halves.
 
-    Which byte belongs to which group: ``_place``.
+    Which byte belongs to which group: ``scale_place``.
     """
     KIND: tl.constexpr = FMT[3]
     if KIND == DENSE:
@@ -80,42 +96,55 @@ def load_scales(words, halves, sb, n, N, FMT: tl.constexpr):
         return (), (), _load_halves(halves, sb, n, N, 16)
     elif KIND == E8:
         return _load_words(words, sb, n, N, 2), (), ()
-    elif KIND == K4:
-        a, b, c = _load_words(words, sb, n, N, 3)
-        scales = a & 0x3F3F3F3F, (c & 0x0F0F0F0F) | ((a >> 2) & 0x30303030)
-        least = b & 0x3F3F3F3F, ((c >> 4) & 0x0F0F0F0F) | ((b >> 2) & 0x30303030)
-        return scales, least, _load_halves(halves, sb, n, N, 2)
+    else:
+        W: tl.constexpr = word_count(KIND)
+        found = _load_words(words, sb, n, N, W)
+        a = found[0]
+        b = found[1] if W > 1 else a
+        c = found[2] if W > 2 else a
+        d = found[3] if W > 3 else a
+        if KIND == X4:
+            start = tl.cast(N, tl.int64) * sb * 2
+            held = (_load_half(halves, start, n),)
+            at = N + n + (start & 1).to(tl.int32)
+            b = tl.load((halves + (start - (start & 1))).to(tl.pointer_type(tl.int32)) + (at >> 1)) >> ((at & 1) * 16)
+        else:
+            held = _load_halves(halves, sb, n, N, half_count(KIND))
+        scales, least = scale_bytes(a, b, c, d, KIND)
+        return scales, least, held
+
+
+@triton.jit
+def scale_bytes(a, b, c, d, KIND: tl.constexpr):
+    """A super-block's packed words as words of four groups' scale bytes and of minimum bytes, all int32 of one shape.
+
+    Words that a kind lacks are not looked at; the second of IQ4_XS is its upper scale bits, two a group. Products with
+    integers call this from Gluon as well.
+    """
+    if KIND == K4:
+        s0 = a & 0x3F3F3F3F
+        s1 = (c & 0x0F0F0F0F) | ((a >> 2) & 0x30303030)
+        m0 = b & 0x3F3F3F3F
+        m1 = ((c >> 4) & 0x0F0F0F0F) | ((b >> 2) & 0x30303030)
+        return (s0, s1), (m0, m1)
     elif KIND == K6:  # signed bytes, 128 added
-        a, b, c, d = _load_words(words, sb, n, N, 4)
-        return (a ^ SIGNS, b ^ SIGNS, c ^ SIGNS, d ^ SIGNS), (), _load_halves(halves, sb, n, N, 1)
+        return (a ^ SIGNS, b ^ SIGNS, c ^ SIGNS, d ^ SIGNS), ()
     elif KIND == K2:
-        a, b, c, d = _load_words(words, sb, n, N, 4)
         scales = a & 0x0F0F0F0F, b & 0x0F0F0F0F, c & 0x0F0F0F0F, d & 0x0F0F0F0F
         least = (a >> 4) & 0x0F0F0F0F, (b >> 4) & 0x0F0F0F0F, (c >> 4) & 0x0F0F0F0F, (d >> 4) & 0x0F0F0F0F
-        return scales, least, _load_halves(halves, sb, n, N, 2)
+        return scales, least
     elif KIND == K3:
-        a, b, c = _load_words(words, sb, n, N, 3)
-        scales = (
-            (a & 0x0F0F0F0F) | ((c << 4) & 0x30303030),
-            (b & 0x0F0F0F0F) | ((c << 2) & 0x30303030),
-            ((a >> 4) & 0x0F0F0F0F) | (c & 0x30303030),
-            ((b >> 4) & 0x0F0F0F0F) | ((c >> 2) & 0x30303030),
-        )
-        return scales, (), _load_halves(halves, sb, n, N, 1)
-    elif KIND == X4:  # two more bits a group, consecutive in 16: even groups' go to the first word
-        (a,) = _load_words(words, sb, n, N, 1)
-        start = tl.cast(N, tl.int64) * sb * 2
-        d = _load_half(halves, start, n)
-        at = N + n + (start & 1).to(tl.int32)
-        u = tl.load((halves + (start - (start & 1))).to(tl.pointer_type(tl.int32)) + (at >> 1)) >> ((at & 1) * 16)
-        return (_upper_bits(a & 0x0F0F0F0F, u), _upper_bits((a >> 4) & 0x0F0F0F0F, u >> 2)), (), (d,)
+        s0 = (a & 0x0F0F0F0F) | ((c << 4) & 0x30303030)
+        s1 = (b & 0x0F0F0F0F) | ((c << 2) & 0x30303030)
+        s2 = ((a >> 4) & 0x0F0F0F0F) | (c & 0x30303030)
+        s3 = ((b >> 4) & 0x0F0F0F0F) | ((c >> 2) & 0x30303030)
+        return (s0, s1, s2, s3), ()
+    elif KIND == X4:  # even groups' go to the first word
+        return (_upper_bits(a & 0x0F0F0F0F, b), _upper_bits((a >> 4) & 0x0F0F0F0F, b >> 2)), ()
     elif KIND == NIBBLE:
-        (a,) = _load_words(words, sb, n, N, 1)
-        return (a & 0x0F0F0F0F, (a >> 4) & 0x0F0F0F0F), (), _load_halves(halves, sb, n, N, 1)
+        return (a & 0x0F0F0F0F, (a >> 4) & 0x0F0F0F0F), ()
     else:
-        a, b = _load_words(words, sb, n, N, 2)
-        scales = a & 0x0F0F0F0F, (a >> 4) & 0x0F0F0F0F, b & 0x0F0F0F0F, (b >> 4) & 0x0F0F0F0F
-        return scales, (), _load_halves(halves, sb, n, N, 1)
+        return (a & 0x0F0F0F0F, (a >> 4) & 0x0F0F0F0F, b & 0x0F0F0F0F, (b >> 4) & 0x0F0F0F0F), ()
 
 
 @triton.jit
@@ -125,7 +154,7 @@ def _upper_bits(word, u):
 
 
 @triton.constexpr_function
-def _place(kind: int, g: int) -> tuple[int, int]:
+def scale_place(kind: int, g: int) -> tuple[int, int]:
     """(word, byte) of group g's scale among the words of ``load_scales``."""
     if kind in (int(Scales.X4), int(Scales.NIBBLE), int(Scales.NIBBLE16)):
         return 2 * (g // 8) + g % 2, g % 8 // 2
@@ -133,7 +162,7 @@ def _place(kind: int, g: int) -> tuple[int, int]:
 
 
 @triton.constexpr_function
-def _bias(kind: int) -> float:
+def scale_bias(kind: int) -> float:
     """What a scale byte is too large by; nibbles lack a half."""
     return {int(Scales.K6): 128.0, int(Scales.K3): 32.0, int(Scales.X4): 32.0}.get(kind, 0.0)
 
@@ -176,8 +205,8 @@ def group_scale(scales, G: tl.constexpr, FMT: tl.constexpr, PTX: tl.constexpr):
         s = tl.where(e < 2, 0x00200000 << (e & 1), (e - 1) << 23).to(tl.float32, bitcast=True)
         return s, s
     else:
-        PLACE: tl.constexpr = _place(KIND, G)
-        BIAS: tl.constexpr = _bias(KIND)
+        PLACE: tl.constexpr = scale_place(KIND, G)
+        BIAS: tl.constexpr = scale_bias(KIND)
         d = halves[0] * FMT[5]
         s = _byte_times(words[PLACE[0]], PLACE[1], d, BIAS, PTX)
         if KIND == K4 or KIND == K2:

@@ -27,13 +27,13 @@ def excess(fmt: tuple[Any, ...]) -> int:
 
 
 @triton.constexpr_function
-def _insert(target: str, source: str, mask: int, rest: str) -> str:
+def insert(target: str, source: str, mask: int, rest: str) -> str:
     """target = (source & mask in both halves) | rest."""
     return f"lop3.b32 {target}, {source}, 0x{mask:04X}{mask:04X}, {rest}, 0xEA;"
 
 
 @triton.constexpr_function
-def _shifted(source: str, right: int) -> tuple[list[str], str]:
+def shifted(source: str, right: int) -> tuple[list[str], str]:
     """Instructions that shift a register, and where the result is."""
     if right == 0:
         return [], source
@@ -44,15 +44,16 @@ def _shifted(source: str, right: int) -> tuple[list[str], str]:
 def _integers(out: str, source: str) -> list[str]:
     """Signed bytes in the low half of each 16 bits to bf16: (128 + low seven bits) - (128 or, if negative, 256)."""
     return [
-        _insert("a", source, 0x7F, "magic"),
-        _insert("b", source, 0x80, "magic"),
+        insert("a", source, 0x7F, "magic"),
+        insert("b", source, 0x80, "magic"),
         f"fma.rn.bf16x2 {out}, b, minus, a;",
     ]
 
 
 @triton.constexpr_function
-def _table_lines(table: tuple[int, ...]) -> list[str]:
-    packed = [sum((table[4 * k + n] & 0xFF) << (8 * n) for n in range(4)) for k in range(len(table) // 4)]
+def table_lines(table: tuple[int, ...], added: int = 0) -> list[str]:
+    """Registers t0 to t3: a table's bytes, each with ``added`` to it."""
+    packed = [sum((table[4 * k + n] + added & 0xFF) << (8 * n) for n in range(4)) for k in range(len(table) // 4)]
     return [f"mov.b32 t{k}, 0x{value:08X};" for k, value in enumerate(packed)]
 
 
@@ -81,17 +82,17 @@ def tile_text(fmt: tuple[Any, ...], i: int) -> str:
     low, high, _, _, table, _ = fmt
     k = i % (16 // low)
     lines = [".reg .b32 a, b, p, q, t, v, t0, t1, t2, t3, magic, minus;"]
-    lines += ["mov.b32 magic, 0x43004300;", "mov.b32 minus, 0xBF80BF80;", *_table_lines(table)]
-    shift, at = _shifted("$1", low * k)
+    lines += ["mov.b32 magic, 0x43004300;", "mov.b32 minus, 0xBF80BF80;", *table_lines(table)]
+    shift, at = shifted("$1", low * k)
     if len(table) == 16:
         lines += [*look_up_sixteen("$1"), f"prmt.b32 v, p, q, 0x{pair_selector(k):04X};", *_integers("$0", "v")]
     elif low == 8:
         lines += [*shift, *_integers("$0", at)]
     else:
-        lines += [*shift, _insert("p", at, (1 << low) - 1, "0" if table else "magic")]
+        lines += [*shift, insert("p", at, (1 << low) - 1, "0" if table else "magic")]
         if high:
-            shift, at = _shifted("$2", high * (i % (16 // high)) - low)
-            lines += [*shift, _insert("p", at, ((1 << high) - 1) << low, "p")]
+            shift, at = shifted("$2", high * (i % (16 // high)) - low)
+            lines += [*shift, insert("p", at, ((1 << high) - 1) << low, "p")]
         if table:  # eight entries: the two codes choose bytes 0 and 2
             lines += ["shr.u32 v, p, 8;", "lop3.b32 p, v, 0x700, p, 0xEA;", "prmt.b32 v, t0, t1, p;"]
             lines += _integers("$0", "v")

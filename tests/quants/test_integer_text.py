@@ -9,13 +9,14 @@ import pytest
 
 from glm5deploy.quants.arguments import kernel_format
 from glm5deploy.quants.formats import FORMATS, Scales
-from glm5deploy.quants.integer_text import has_minima, interleaved, pair_text, tile_text
+from glm5deploy.quants.integer_text import interleaved, pair_text, tile_text
+from glm5deploy.quants.scales import has_minimum
 from tests.kernels.ptx_program import Program
 
 
 def program(fmt: tuple[Any, ...], i: int, group: int) -> str:
     """A kernel whose thread takes words of the planes and two of scale bytes, and gives a pair of weights."""
-    high, minima = fmt[1] > 0, has_minima(fmt)
+    high, minima = fmt[1] > 0, has_minimum(fmt[3])
     results = ["%r5", "%r6"] if minima else ["%r5"]
     pair = replaced(pair_text(fmt, group // 2 * 2), [*results, "%r3", "%r4"])
     planes = ["%r1", "%r2"] if high else ["%r1"]

@@ -8,7 +8,7 @@ import torch
 from glm5deploy.quants.formats import FORMATS, Scales
 from glm5deploy.quants.planes import fields_of_planes, repack
 from glm5deploy.quants.products import kernel_format
-from glm5deploy.quants.scales import _bias, _place, scale_text
+from glm5deploy.quants.scales import scale_bias, scale_place, scale_text
 from glm5deploy.quants.unpack import excess, tile_text
 from tests.quants.blocks import QUANTISED, any_bits
 from tests.quants.ptx import WORD, bf16_pair, from_float, run, to_float
@@ -57,10 +57,10 @@ def test_a_byte_times_a_half_is_exact() -> None:
 )
 def test_groups_find_their_scale_byte(kind: Scales) -> None:
     groups = 16 if kind in (Scales.K6, Scales.K3, Scales.K2, Scales.NIBBLE16) else 8
-    places = [_place(int(kind), g) for g in range(groups)]
+    places = [scale_place(int(kind), g) for g in range(groups)]
     assert len(set(places)) == groups
     assert {b for _, b in places} == {0, 1, 2, 3}
-    assert _bias(int(kind)) == {Scales.K6: 128.0, Scales.K3: 32.0, Scales.X4: 32.0}.get(kind, 0.0)
+    assert scale_bias(int(kind)) == {Scales.K6: 128.0, Scales.K3: 32.0, Scales.X4: 32.0}.get(kind, 0.0)
 
 
 def test_every_stored_way_is_covered() -> None:
