@@ -34,6 +34,7 @@ from glm5deploy.kernels.tuning import (
     sparse_rows,
 )
 from glm5deploy.kernels.value_output import MOST_ROWS, value_variant
+from tests.support.compiling import kernel_source
 
 # Of the smallest or the usual GPU of an architecture: few multiprocessors mean few splits.
 MULTIPROCESSORS = {80: 108, 86: 46, 89: 58, 90: 132, 100: 148, 120: 70, 121: 48}
@@ -294,19 +295,10 @@ def jobs() -> list[Job]:
 def compile_one(job: Job) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     module, name = job.kernel.split(".")
     kernel = getattr(import_module(f"glm5deploy.kernels.{module}"), name)
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in job.constants else job.types.get(n, "i32") for n in names}
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
-        kernel,
-        signature,
-        {(names.index(n),): value for n, value in job.constants.items()},
-        {(names.index(n),): [["tt.divisibility", 16]] for n in job.aligned},
-    )
+    source = kernel_source(kernel, job.types, job.constants, job.aligned)
     options = {"num_warps": job.warps, "num_stages": job.stages, "maxnreg": job.registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", job.arch, 32), options=options)
     facts = {

@@ -20,6 +20,7 @@ import torch
 from glm5deploy.kernels import reference
 from tests.kernels.ptx_program import Program
 from tests.kernels.topk_rows import POISON, awkward_rows, close_rows, deceiving_rows
+from tests.support.compiling import kernel_source
 
 ARCH = 90
 PARTS = 4
@@ -53,17 +54,9 @@ class Built:
 def build(kernel: Any, constants: dict[str, Any], warps: int, columns: int) -> Built:
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
-        kernel,
-        signature,
-        {(names.index(n),): value for n, value in constants.items()},
-        {(names.index(n),): [["tt.divisibility", 16]] for n in ("logits", "lists", "held_pairs") if n in names},
-    )
+    aligned = [n for n in ("logits", "lists", "held_pairs") if n in kernel.arg_names]
+    source = kernel_source(kernel, POINTERS, constants, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options={"num_warps": warps})
     return Built(kernel.__name__, Program(compiled.asm["ptx"], 32 * warps, compiled.metadata.shared), columns)
 

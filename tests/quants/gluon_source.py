@@ -6,6 +6,7 @@ from typing import Any
 
 from glm5deploy.quants.arguments import kernel_format
 from glm5deploy.quants.formats import FORMATS
+from tests.support.compiling import kernel_source
 
 ELEMENTS = {1: "*i16", 2: "*i16", 4: "*i16", 8: "*i16", 16: "*bf16"}
 TYPES = dict.fromkeys(("fitted", "sums"), "*fp16") | dict.fromkeys(("scales", "weights", "parts"), "*fp32")
@@ -27,9 +28,6 @@ def integer_source(kernel: Any, formats: dict[str, str], constants: dict[str, An
 
     `terms`: the type of the second product's results.
     """
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     names = kernel.arg_names
     known = TYPES | {"x": "*bf16" if "fitted" in names else "*fp16", "terms": terms}
     for name, prefix in {"FMT": "", "G": "g_", "U": "u_"}.items():
@@ -37,11 +35,5 @@ def integer_source(kernel: Any, formats: dict[str, str], constants: dict[str, An
             constants = constants | {name: kernel_format(FORMATS[formats[name]])}
             planes = tuple(prefix + plane for plane in ("low", "high", "words", "halves"))
             known |= planes_signature(planes, formats[name])
-    signature = {n: "constexpr" if n in constants else known.get(n, "i32") for n in names}
-    aligned = [n for n in names if signature[n].startswith("*") or n in ALIGNED]
-    return (GluonASTSource if kernel.is_gluon() else ASTSource)(
-        kernel,
-        signature,
-        {(names.index(n),): value for n, value in constants.items()},
-        {(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
-    )
+    pointers = [n for n in names if n not in constants and known.get(n, "").startswith("*")]
+    return kernel_source(kernel, known, constants, [*pointers, *(n for n in ALIGNED if n in names)])

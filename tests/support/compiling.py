@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,3 +26,21 @@ def compiling(*words: str, timeout: float | None = None, **variables: str) -> li
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout.splitlines()
+
+
+def kernel_source(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: Iterable[str]) -> Any:
+    """A Triton or Gluon kernel to compile without a GPU: an argument without a type is an int32.
+
+    `aligned`: arguments that are multiples of 16.
+    """
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    return (GluonASTSource if kernel.is_gluon() else ASTSource)(
+        kernel,
+        signature,
+        {(names.index(n),): value for n, value in constants.items()},
+        {(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
