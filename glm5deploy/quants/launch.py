@@ -11,6 +11,7 @@ TOGETHER = frozenset({9, 10})  # major compute capabilities whose four warps mul
 DENSE_TOKENS = 65  # from here on, weights are unpacked to bf16 once and multiplied by cuBLAS
 PAIR_TOKENS = 16  # up to here, two weights of the same activations are one launch where they are asked for together
 SEARCH_PAIRS = 128  # up to here, programs find their expert's pairs themselves; a power of two
+FEW_TOKENS = 5  # up to here, the shared expert is one more slot of the routed ones' launches
 MOST_PARTS = 8  # of K, for one tile; all are read at once to be added up
 # What one more program that splits K costs a multiprocessor, in super-blocks: linear weights, experts
 LINEAR_PART, EXPERT_PART = 1.25, 0.75
@@ -179,3 +180,15 @@ def _span(c: Launch, pairs: int, experts: int, n: int, processors: int) -> int:
     """Tiles that a program of the second product takes in turn."""
     tiles = round(min(pairs, experts) * -(-n // c.bn) / (5.5 * processors))
     return max(1, min(tiles, 8 if pairs <= 4 * experts else 768 // c.bn))
+
+
+def few_launch(tokens: int, topk: int, n: int, supers: int, outputs: int, processors: int) -> tuple[Launch, Launch]:
+    """For both products of at most :data:`FEW_TOKENS` tokens whose shared expert is one more slot.
+
+    ``n`` hidden units of ``supers`` super-blocks, ``outputs`` outputs.
+    """
+    experts = tokens * topk + 1
+    return (
+        gate_up_launch(experts, experts, n, supers, processors),
+        down_launch(experts, experts, outputs, processors),
+    )

@@ -92,25 +92,28 @@ def pairs_of(ids, order, work, item, P, PAIRS: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def _gate_up_tile(
-    x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, pairs, count, e, P, N, K, x_stride, SUPERS, PARTS,
-    G: tl.constexpr, U: tl.constexpr, TOPK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+def gate_up_tile(
+    x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, tokens, pairs, count, e, P, N, ROWS, UP, K, x_stride,
+    SUPERS, PARTS, G: tl.constexpr, U: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """``gate_up_kernel`` for ``count`` pairs [BM] of expert e."""
+    """``gate_up_kernel`` for ``count`` pairs [BM] of expert e: ``tokens`` rows of x to ``pairs`` rows of hidden.
+
+    Planes have ROWS rows, of which gate's begin at 0 and up's at UP.
+    """
     part = tl.program_id(2)
     i_n = tl.program_id(0)
     n = i_n * BN + tl.arange(0, BN)
     n_in = tl.minimum(n, N - 1)
     m_ok = tl.arange(0, BM) < count
-    rows = x + (pairs // TOPK).to(tl.int64) * x_stride
+    rows = x + tokens.to(tl.int64) * x_stride
     first = e * SUPERS  # planes of all experts are consecutive super-blocks
     gate = tl.zeros([BN, BM], tl.float32)
     up = tl.zeros([BN, BM], tl.float32)
     for sb in tl.range(part * SUPERS // PARTS, (part + 1) * SUPERS // PARTS, num_stages=STAGES):
         xs = load_x(rows, sb, m_ok, K, EVEN, PTX, False)
-        g_state = load_super(gl, gh, gw, gs, first + sb, n_in, N, G, False)
-        u_state = load_super(ul, uh, uw, us, first + sb, n_in, N, U, False)
+        g_state = load_super(gl, gh, gw, gs, first + sb, n_in, ROWS, G, False)
+        u_state = load_super(ul, uh, uw, us, first + sb, UP + n_in, ROWS, U, False)
         for h in tl.static_range(8):  # both at once, so that what they share of x lives briefly
             x0 = x_tile(xs, 2 * h, EVEN, PTX, False)
             x1 = x_tile(xs, 2 * h + 1, EVEN, PTX, False)
@@ -144,24 +147,29 @@ def gate_up_kernel(
     """
     pairs, count, e = pairs_of(ids, order, work, tl.program_id(1), P, PAIRS, BM)
     if count > 0:
-        _gate_up_tile(
-            x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, pairs, count, e, P, N, K, x_stride, SUPERS,
-            PARTS, G, U, TOPK, BN, BM, STAGES, EVEN, PTX,
+        gate_up_tile(
+            x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, pairs // TOPK, pairs, count, e, P, N, N, 0, K,
+            x_stride, SUPERS, PARTS, G, U, BN, BM, STAGES, EVEN, PTX,
         )  # fmt: skip
 
 
 @triton.jit
-def _down_tile(
-    hidden, low, high, words, halves, weights, terms, pairs, count, e, N, K, SUPERS, TILES,
+def pair_weights(weights, pairs, count, BM: tl.constexpr):
+    """fp32 [BM]."""
+    return tl.load(weights + pairs, mask=tl.arange(0, BM) < count, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def down_tile(
+    hidden, low, high, words, halves, share, terms, pairs, count, e, N, K, SUPERS, TILES,
     FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
     ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """``down_kernel`` for ``count`` pairs [BM] of expert e."""
+    """``down_kernel`` for ``count`` pairs [BM] of expert e, whose weights are ``share``, fp32 [BM]."""
     m_ok = tl.arange(0, BM) < count
     wide = pairs.to(tl.int64)
     rows = hidden + wide * K
     first = e * SUPERS
-    share = tl.load(weights + pairs, mask=m_ok, other=0.0).to(tl.float32)
     xs = load_x(rows, 0, m_ok, K, EVEN, PTX, False)
     for t in tl.range(0, TILES, num_stages=STAGES):
         n = (tl.program_id(0) * TILES + t) * BN + tl.arange(0, BN)
@@ -189,8 +197,9 @@ def down_kernel(
     """
     pairs, count, e = pairs_of(ids, order, work, tl.program_id(1), P, PAIRS, BM)
     if count > 0:
-        _down_tile(
-            hidden, low, high, words, halves, weights, terms, pairs, count, e, N, K, SUPERS, TILES,
+        share = pair_weights(weights, pairs, count, BM)
+        down_tile(
+            hidden, low, high, words, halves, share, terms, pairs, count, e, N, K, SUPERS, TILES,
             FMT, BN, BM, STAGES, ONE, EVEN, PTX,
         )  # fmt: skip
 

@@ -1,0 +1,116 @@
+"""Experts of few tokens with the shared one among them, and the choice of one token's, against fp32 and torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from glm5deploy.quants import few_tokens, reference
+from glm5deploy.quants.few_tokens_kernel import expert_of_rank
+from glm5deploy.quants.launch import Launch
+from glm5deploy.quants.planes import Planes
+from glm5deploy.quants.token_experts import Choice, Shared
+from tests.quants.test_products import DEVICE, GPU, LIMIT, planes_of, poison, rms_error, routing, tokens
+
+__all__ = ["poison"]  # a fixture that every test here uses
+
+Experts = tuple[Planes, Planes, Planes]
+
+
+@pytest.fixture(scope="module")
+def experts() -> Experts:
+    return planes_of("Q4_K", 32, 512, 5), planes_of("Q5_K", 32, 512, 5, seed=9), planes_of("Q8_0", 40, 32, 5, seed=5)
+
+
+def shared_of(joined: bool) -> Shared:
+    down = planes_of("Q5_0", 40, 32, seed=61)
+    if joined:
+        return Shared((planes_of("Q5_K", 64, 512, seed=60),), down)
+    return Shared((planes_of("Q8_0", 32, 512, seed=60), planes_of("Q6_K", 32, 512, seed=62)), down)
+
+
+PARTS = Launch(16, 8, parts=2, warps=2), Launch(32, 8, tiles=2)
+
+
+@pytest.mark.parametrize(
+    ("count", "joined", "configs"), [(1, True, None), (1, False, PARTS), (2, True, PARTS), (5, False, None)], ids=str
+)
+def test_experts_and_the_shared_one(experts: Experts, count: int, joined: bool, configs: object) -> None:
+    x, shared = tokens(count, 512), shared_of(joined)
+    ids, weights = routing(count, 3, 5)
+    ids[-1, 1] = -1
+    for _ in range(2):  # the second call finds the tickets as the first left them
+        found = few_tokens.few(x, *experts, shared, (ids, weights), configs=configs)  # type: ignore[arg-type]
+        assert rms_error(found, reference.experts_of_few(x, *experts, shared, (ids, weights))) < LIMIT
+
+
+@triton.jit(do_not_specialize=["FIRST"])
+def rank_kernel(logits, bias, ids, FIRST, E: tl.constexpr, EX: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr):
+    rank = tl.program_id(0)
+    tl.store(ids + rank, expert_of_rank(logits, bias, rank, FIRST, E, EX, WARPS, PTX))
+
+
+def logits_of(kind: str, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(experts)
+    logits, bias = torch.randn(1, experts, generator=g), torch.rand(experts, generator=g)
+    if kind == "tied":
+        return torch.randint(-1, 2, (1, experts), generator=g).float(), (bias * 2).round() / 4
+    if kind == "equal":
+        return torch.zeros(1, experts), torch.zeros(experts)
+    if kind == "saturated":
+        return logits * 80, torch.zeros(experts)
+    if kind == "strange":
+        logits[0, ::7], logits[0, 3], logits[0, 5], bias[11] = float("inf"), float("nan"), float("-inf"), -2.5
+        logits[0, -2], bias[2], bias[-1] = float("nan"), float("inf"), float("-inf")
+    return logits, bias
+
+
+@pytest.mark.parametrize("kind", ["random", "tied", "equal", "saturated", "strange"])
+@pytest.mark.parametrize(("experts", "topk", "warps"), [(256, 8, 2), (60, 6, 1), (20, 20, 4)])
+def test_chosen_experts(kind: str, experts: int, topk: int, warps: int) -> None:
+    logits, bias = (t.to(DEVICE) for t in logits_of(kind, experts))
+    ids = torch.empty(topk, dtype=torch.int32, device=DEVICE)
+    rank_kernel[(topk,)](
+        logits,
+        bias,
+        ids,
+        0,
+        E=experts,
+        EX=max(32, triton.next_power_of_2(experts)),
+        WARPS=warps,
+        PTX=GPU,
+        num_warps=warps,
+    )
+    assert ids.tolist() == Choice(logits, bias, topk, 1.0).chosen()[0][0].tolist()
+
+
+@pytest.mark.parametrize("kind", ["random", "tied"])
+def test_one_token_chooses_its_experts(experts: Experts, kind: str) -> None:
+    logits, bias = (t.to(DEVICE) for t in logits_of(kind, 5))
+    x, shared = tokens(1, 512), shared_of(True)
+    choice = Choice(logits, bias, 3, 2.5)
+    found = few_tokens.few(x, *experts, shared, choice)
+    assert rms_error(found, reference.experts_of_few(x, *experts, shared, choice)) < LIMIT
+
+
+def test_experts_that_do_not_fit_are_refused(experts: Experts) -> None:
+    gate, _, down = experts
+    fine = shared_of(True)
+    assert fine.fits(*experts)
+    assert shared_of(False).fits(*experts)
+    (joined,) = fine.gate_up
+    for wrong in (
+        Shared((gate.slice(0, 1), joined), fine.down),
+        Shared((joined.slice(0, 1),) * 2, fine.down),
+        Shared((planes_of("Q8_0", 32, 512),), fine.down),
+        Shared((joined,), planes_of("Q8_0", 48, 32)),
+        Shared((joined,), down),
+    ):
+        assert not wrong.fits(*experts)
+    ids, weights = routing(6, 3, 5)
+    with pytest.raises(ValueError, match="do not fit"):
+        few_tokens.few(tokens(6, 512), *experts, fine, (ids, weights))
+    with pytest.raises(ValueError, match="cannot be chosen"):
+        few_tokens.few(tokens(1, 512), *experts, fine, Choice(torch.zeros(1, 6), torch.zeros(6), 3, 1.0))
