@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from glm5deploy.kernels.chain import chained, let_next_begin, wait_for_previous
 from glm5deploy.kernels.layout import require, row_tile
 
 MOST_TOKENS = 32
@@ -40,6 +41,7 @@ def add_norm_kernel(
     BC: tl.constexpr,
     BN: tl.constexpr,  # at least PART
     ADD: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Grid (T, parts). A program reads its whole row for the mean of squares and writes a part of it."""
     i_row = tl.program_id(0).to(tl.int64) * N
@@ -51,6 +53,8 @@ def add_norm_kernel(
     # A launch of one row takes as long as what its reads wait for. They are volatile so that all are started before
     # any arithmetic, in this order: the compiler saves registers by starting the weight's, which no cache holds, last.
     b_weight = tl.load(weight + o_n, mask=m_n, other=0.0, volatile=True)  # [BN]
+    wait_for_previous(CHAINED)
+    let_next_begin(CHAINED)
     b_all = tl.load(x + i_row + o_a, mask=m_a, other=0.0, volatile=True)  # [BR, BC]
     if ADD:
         b_all = rounded_sum(b_all, tl.load(residual + i_row + o_a, mask=m_a, other=0.0, volatile=True))
@@ -100,6 +104,7 @@ def add_norm(
             BN=triton.next_power_of_2(part),
             ADD=residual is not None,
             num_warps=warps,
+            **chained(x.device),
         )
     return out, total
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from glm5deploy.kernels.chain import chained
 from glm5deploy.kernels.latent_cache import ROPE_DTYPE, byte_view, token_stride
 from glm5deploy.kernels.layout import LATENT_DIM, PACKED_ROW_BYTES, QK_DIM, ROPE_DIM, require
 from glm5deploy.kernels.sparse_mla import combine_splits_kernel, sparse_mla_fwd_kernel
@@ -71,6 +72,7 @@ def sparse_mla_fwd(
             BS=combine_splits(launch.splits),
             BD=dims,
             num_warps=_COMBINE_WARPS,
+            **chained(nope.device),
         )
     return out, lse
 
@@ -145,7 +147,7 @@ class _Launch:
         inputs = (slots, slots if counts is None else counts, out, lse, scale * _LOG2_E, keys, self.keys_per_split)
         strides = (token_stride(nope), nope.stride(1), token_stride(rope), rope.stride(1), slots.stride(0))
         constants = {"H": heads, "BH": config.block_heads, "SPLIT": self.splits > 1, "KV_FP8": packed}
-        constants |= {"HAS_COUNTS": counts is not None, "num_warps": config.warps}
+        constants |= {"HAS_COUNTS": counts is not None, "num_warps": config.warps} | chained(nope.device)
         grid = (triton.cdiv(heads, config.block_heads), tokens, self.splits)
         if config.wgmma:
             require(rows.data_ptr() % 16 == 0, "rows must begin at a multiple of 16 bytes")

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from glm5deploy.kernels.chain import chained, let_next_begin, wait_for_previous
 from glm5deploy.kernels.latent_cache import cache_views, rope_offset, store_latent_row
 from glm5deploy.kernels.layout import LATENT_DIM, QK_DIM, ROPE_DIM, require
 from glm5deploy.kernels.reference import rope_interleaved
@@ -40,6 +41,7 @@ def latent_input_kernel(
     BR: tl.constexpr,  # at least RANK
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Grid (T, 2): the query's part, and the key's."""
     i_t = tl.program_id(0).to(tl.int64)
@@ -49,16 +51,20 @@ def latent_input_kernel(
         m_r = o_r < RANK
         # Volatile loads keep their order: the compiler would start the weight's, from memory, behind the squares.
         b_weight = tl.load(q_weight + o_r, mask=m_r, other=0.0, volatile=True).to(tl.float32)
+        wait_for_previous(CHAINED)
+        let_next_begin(CHAINED)
         b_q = tl.load(p_x + o_r, mask=m_r, other=0.0, volatile=True).to(tl.float32)
         b_q = b_q * tl.rsqrt(tl.sum(b_q * b_q, axis=0) / RANK + eps) * b_weight
         tl.store(q_out + i_t * RANK + o_r, b_q.to(q_out.dtype.element_ty), mask=m_r)
     elif i_t < stored:
         # All loads at once, also for a token without a slot: waiting for the slot first would take as long again.
+        o_d = tl.arange(0, 4)[:, None] * 128 + tl.arange(0, 128)[None, :]
+        b_weight = tl.load(kv_weight + o_d, volatile=True).to(tl.float32)
+        wait_for_previous(CHAINED)
+        let_next_begin(CHAINED)
         i_slot = tl.load(slots + i_t).to(tl.int64)
         p_angle = cos_sin + tl.load(positions + i_t).to(tl.int64) * 64 + tl.arange(0, 32)
-        o_d = tl.arange(0, 4)[:, None] * 128 + tl.arange(0, 128)[None, :]
         o_even = 2 * tl.arange(0, 32)
-        b_weight = tl.load(kv_weight + o_d).to(tl.float32)
         b_latent = tl.load(p_x + RANK + o_d).to(tl.float32)
         b_even = tl.load(p_x + (RANK + 512) + o_even).to(tl.float32)
         b_odd = tl.load(p_x + (RANK + 513) + o_even).to(tl.float32)
@@ -122,6 +128,7 @@ def latent_input(
         BLOCK=cache.shape[1],
         PACKED=packed,
         num_warps=4,
+        **chained(x.device),
     )
     return out
 

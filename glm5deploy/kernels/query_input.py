@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from glm5deploy.kernels.chain import chained, let_next_begin, wait_for_previous
 from glm5deploy.kernels.latent_cache import token_stride
 from glm5deploy.kernels.layout import LATENT_DIM, ROPE_DIM, require
 from glm5deploy.kernels.reference import rope_interleaved
@@ -31,6 +32,7 @@ REGISTERS = 64
 def absorb_tile(
     q, weight, latent_out, tokens, stride_q, stride_weight_h, i_h, i_n,
     H: tl.constexpr, NOPE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Columns i_n * BN and on of one head's product, for all tokens."""
     o_t = tl.arange(0, BT).to(tl.int64)
@@ -45,7 +47,10 @@ def absorb_tile(
     queries = ()
     for k in tl.static_range(0, NOPE, BK):
         weights = weights + (tl.load(p_w + k * 512),)
+    wait_for_previous(CHAINED)
+    for k in tl.static_range(0, NOPE, BK):
         queries = queries + (tl.load(p_q + k, mask=m_t, other=0.0),)
+    let_next_begin(CHAINED)
     b_out = tl.zeros([BT, BN], tl.float32)
     for k in tl.static_range(0, NOPE // BK):
         b_out = tl.dot(queries[k], weights[k], b_out, input_precision="ieee")
@@ -55,9 +60,12 @@ def absorb_tile(
 
 @triton.jit
 def rotate(
-    q, positions, cos_sin, rope_out, tokens, stride_q, i_h, i_t, H: tl.constexpr, NOPE: tl.constexpr, BR: tl.constexpr
-):
+    q, positions, cos_sin, rope_out, tokens, stride_q, i_h, i_t,
+    H: tl.constexpr, NOPE: tl.constexpr, BR: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
     """One head's RoPE values of BR tokens from i_t * BR on."""
+    wait_for_previous(CHAINED)
+    let_next_begin(CHAINED)
     o_t = i_t.to(tl.int64) * BR + tl.arange(0, BR)
     m_t = (o_t < tokens)[:, None]
     o_p = tl.arange(0, 32)
@@ -92,17 +100,20 @@ def query_input_kernel(
     BT: tl.constexpr,  # tokens of it, all there are
     BR: tl.constexpr,  # tokens a program rotates
     PRODUCT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Grid (H, rotations and, with PRODUCT, 512 / BN tiles of it before them)."""
     i_h = tl.program_id(0)
     i_n = tl.program_id(1)
     if PRODUCT:
         if i_n < 512 // BN:
-            absorb_tile(q, weight, latent_out, tokens, stride_q, stride_weight_h, i_h, i_n, H, NOPE, BK, BN, BT)
+            absorb_tile(
+                q, weight, latent_out, tokens, stride_q, stride_weight_h, i_h, i_n, H, NOPE, BK, BN, BT, CHAINED
+            )
         else:
-            rotate(q, positions, cos_sin, rope_out, tokens, stride_q, i_h, i_n - 512 // BN, H, NOPE, BR)
+            rotate(q, positions, cos_sin, rope_out, tokens, stride_q, i_h, i_n - 512 // BN, H, NOPE, BR, CHAINED)
     else:
-        rotate(q, positions, cos_sin, rope_out, tokens, stride_q, i_h, i_n, H, NOPE, BR)
+        rotate(q, positions, cos_sin, rope_out, tokens, stride_q, i_h, i_n, H, NOPE, BR, CHAINED)
 
 
 def query_input(
@@ -145,6 +156,7 @@ def query_input(
         PRODUCT=few,
         num_warps=4,
         maxnreg=REGISTERS,
+        **chained(q.device),
     )
     return latent, rope
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from glm5deploy.kernels.chain import let_next_begin, wait_for_previous
 from glm5deploy.kernels.fp8 import e4m3_to_bf16, e4m3_to_f32
 
 
@@ -70,6 +71,7 @@ def sparse_mla_fwd_kernel(
     KV_FP8: tl.constexpr,
     ASM: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     i_h = tl.program_id(0)
     i_t = tl.program_id(1).to(tl.int64)
@@ -84,6 +86,7 @@ def sparse_mla_fwd_kernel(
     begin = i_s * keys_per_split
     end = tl.minimum(keys, begin + keys_per_split)
     p_slot = slots + i_t * stride_slots + o_k
+    wait_for_previous(CHAINED)
     # Loaded before the count is known, so that the two latencies overlap.
     b_slot = tl.load(p_slot + begin, mask=begin + o_k < end, other=-1)  # [BK]
     if HAS_COUNTS:
@@ -150,6 +153,7 @@ def sparse_mla_fwd_kernel(
         b_o3 = tl.dot(b_w3, b_kv3, b_o3 * b_shrink[:, None])
         b_m = b_m_new
 
+    let_next_begin(CHAINED)
     m_some = b_l > 0
     b_inverse = 1.0 / tl.where(m_some, b_l, 1.0)[:, None]
     b_lse = tl.where(m_some, (b_m + tl.log2(b_l)) * 0.6931471805599453, float("-inf"))
@@ -173,11 +177,14 @@ def combine_splits_kernel(
     splits,
     BS: tl.constexpr,  # at least splits
     BD: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Weighted mean of the splits' outputs, weights exp(lse of the split - lse of all)."""
     i_row = tl.program_id(0).to(tl.int64)
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     o_s = tl.arange(0, BS)
+    wait_for_previous(CHAINED)
+    let_next_begin(CHAINED)
     b_lse = tl.load(partial_lse + i_row * splits + o_s, mask=o_s < splits, other=float("-inf"))  # [BS]
     m_s = b_lse > -1.0e30
     b_finite = tl.where(m_s, b_lse, -1.0e30)

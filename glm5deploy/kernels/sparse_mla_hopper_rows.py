@@ -8,6 +8,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from glm5deploy.kernels.chain import wait_for_previous
+
 
 @gluon.jit
 def copy_rows(rows, source, tiles, ropes, full, empty):
@@ -107,7 +109,8 @@ def unpack_rows(rows, source, tiles, ropes, full, empty):
 
 
 @gluon.jit
-def bring(rows, source, shared, KV_FP8: gl.constexpr):
+def bring(rows, source, shared, KV_FP8: gl.constexpr, CHAINED: gl.constexpr):
+    wait_for_previous(CHAINED)
     tiles, ropes, full, empty = shared
     if KV_FP8:
         unpack_rows(rows, source, tiles, ropes, full, empty)

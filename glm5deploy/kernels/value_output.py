@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from glm5deploy.kernels.chain import chained, let_next_begin, wait_for_previous
 from glm5deploy.kernels.layout import LATENT_DIM, require
 
 MOST_ROWS = 16
@@ -27,6 +28,7 @@ def value_output_kernel(
     VALUES: tl.constexpr,
     BS: tl.constexpr,  # at least splits
     BV: tl.constexpr,  # values of a program, divides VALUES
+    CHAINED: tl.constexpr,
 ):
     """Grid (VALUES / BV, H, T). Four warps have 512 latents side by side, so a thread adds all splits of its own."""
     i_h = tl.program_id(1)
@@ -36,9 +38,11 @@ def value_output_kernel(
     o_v = tl.program_id(0) * BV + tl.arange(0, BV)
     p_part = partial + (i_row * splits + o_s[:, None]) * 512 + o_d[None, :]
     b_w = tl.load(weight + i_h.to(tl.int64) * stride_weight_h + o_v[:, None] * 512 + o_d[None, :])  # [BV, 512]
+    wait_for_previous(CHAINED)
     b_part = tl.load(p_part, mask=(o_s < splits)[:, None], other=0.0)  # [BS, 512]
     # No load is moved over a barrier: half of those above would otherwise be started when the lse is there.
     tl.debug_barrier()
+    let_next_begin(CHAINED)
     b_lse = tl.load(partial_lse + i_row * splits + o_s, mask=o_s < splits, other=float("-inf"))  # [BS]
     b_finite = tl.maximum(b_lse, -1.0e30)
     b_share = tl.where(b_lse > -1.0e30, tl.exp(b_finite - tl.max(b_finite, axis=0)), 0.0)
@@ -105,6 +109,7 @@ def value_output(
         BS=value_splits(splits),
         BV=columns,
         num_warps=value_warps(splits, columns) if warps is None else warps,
+        **chained(out.device),
     )
     return out
 

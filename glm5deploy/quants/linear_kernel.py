@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from glm5deploy.kernels.chain import let_next_begin, wait_for_previous
 from glm5deploy.quants.launch import MOST_PARTS as _MOST_PARTS
 from glm5deploy.quants.scales import DENSE, group_scale, group_tiles, has_minimum, load_scales
 from glm5deploy.quants.tile_product import add_super, load_x
@@ -48,7 +49,7 @@ def add_parts(at, stride, ok, PARTS):
 def multiply_tile(
     x, low, high, words, halves, y, parts, width, ticket, i_m, i_n, part, M, N, K, x_stride, y_stride, SUPERS, PARTS,
     FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
-    EVEN: tl.constexpr, PTX: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One part of K of tile (i_m, i_n) of y, and all of the tile where it is the last part to arrive at ``ticket``.
 
@@ -62,6 +63,7 @@ def multiply_tile(
     for sb in tl.range(part * SUPERS // PARTS, (part + 1) * SUPERS // PARTS, num_stages=STAGES):
         xs = load_x(x + m * x_stride, sb, m_ok, K, EVEN, PTX, LATE)
         acc = add_super(acc, xs, low, high, words, halves, sb, n_in, N, FMT, EVEN, PTX, LATE, LATE)
+    let_next_begin(CHAINED)
     ok = m_ok[None, :] & (n[:, None] < N)
     at = y + m[None, :] * y_stride + n[:, None]
     if PARTS == 1:
@@ -78,14 +80,15 @@ def multiply_tile(
 def linear_kernel(
     x, low, high, words, halves, y, parts, tickets, M, N, K, x_stride, y_stride, SUPERS, PARTS,
     FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
-    EVEN: tl.constexpr, PTX: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid (M tiles, N tiles, PARTS). parts fp32 [PARTS, M, N]; tickets int32 [tiles], zero between launches."""
+    wait_for_previous(CHAINED)
     i_m, i_n = tl.program_id(0), tl.program_id(1)
     ticket = tickets + i_n * tl.num_programs(0) + i_m
     multiply_tile(
         x, low, high, words, halves, y, parts, N, ticket, i_m, i_n, tl.program_id(2),
-        M, N, K, x_stride, y_stride, SUPERS, PARTS, FMT, BN, BM, STAGES, LATE, EVEN, PTX,
+        M, N, K, x_stride, y_stride, SUPERS, PARTS, FMT, BN, BM, STAGES, LATE, EVEN, PTX, CHAINED,
     )  # fmt: skip
 
 
@@ -93,24 +96,25 @@ def linear_kernel(
 def pair_kernel(
     x, al, ah, aw, a_s, bl, bh, bw, bs, y, parts, tickets, M, NA, NB, K, x_stride, y_stride, SUPERS, PARTS,
     A: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, PTX: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Two weights of NA and NB outputs, of types A and B, side by side in y: the first programs take the first.
 
     Grid (M tiles, N tiles of both, PARTS). parts fp32 [PARTS, M, NA + NB]; tickets as in ``linear_kernel``.
     """
+    wait_for_previous(CHAINED)
     i_m, i_n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ticket = tickets + i_n * tl.num_programs(0) + i_m
     tiles = tl.cdiv(NA, BN)
     if i_n < tiles:
         multiply_tile(
             x, al, ah, aw, a_s, y, parts, NA + NB, ticket, i_m, i_n, part,
-            M, NA, K, x_stride, y_stride, SUPERS, PARTS, A, BN, BM, STAGES, False, EVEN, PTX,
+            M, NA, K, x_stride, y_stride, SUPERS, PARTS, A, BN, BM, STAGES, False, EVEN, PTX, CHAINED,
         )  # fmt: skip
     else:
         multiply_tile(
             x, bl, bh, bw, bs, y + NA, parts + NA, NA + NB, ticket, i_m, i_n - tiles, part,
-            M, NB, K, x_stride, y_stride, SUPERS, PARTS, B, BN, BM, STAGES, False, EVEN, PTX,
+            M, NB, K, x_stride, y_stride, SUPERS, PARTS, B, BN, BM, STAGES, False, EVEN, PTX, CHAINED,
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from glm5deploy.kernels.chain import chained
 from glm5deploy.quants import integer_products, launch
 from glm5deploy.quants.arguments import Work, kernel_format, pointers, row_stride, work_memory
 from glm5deploy.quants.counters import part_memory
@@ -116,7 +117,7 @@ def linear(
     linear_kernel[grid](
         x, *pointers(planes), out, parts, tickets, m, n, planes.columns, row_stride(x), out.stride(0), planes.supers,
         c.parts, FMT=kernel_format(planes.format), BN=c.bn, BM=c.bm, STAGES=c.stages, LATE=c.late,
-        EVEN=planes.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, **c.options,
+        EVEN=planes.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, **c.options, **chained(x.device),
     )  # fmt: skip
     return out
 
@@ -164,7 +165,7 @@ def _pair(x: torch.Tensor, first: Planes, second: Planes, out: torch.Tensor, c: 
         x, *pointers(first), *pointers(second), out, parts, tickets, m, first.rows, second.rows, first.columns,
         row_stride(x), out.stride(0), first.supers, c.parts, A=kernel_format(first.format),
         B=kernel_format(second.format), BN=c.bn, BM=c.bm, STAGES=c.stages,
-        EVEN=first.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, **c.options,
+        EVEN=first.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, **c.options, **chained(x.device),
     )  # fmt: skip
 
 

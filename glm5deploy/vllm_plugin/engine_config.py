@@ -19,6 +19,7 @@ BLOCK_SIZE = 64  # tokens a cache block
 FUSION = "glm5_fusion"  # of vLLM's additional configuration; see latent_attention.py, norms.py, metadata.py, experts.py
 FUSIONS = ("off", "latent", "query", "norms", "experts")  # each includes those before it
 DEFAULT_FUSION = "experts"
+CHAINED = "glm5_chained"  # false: no launch begins before the one ahead of it has ended; see kernels/chain.py
 # What every GLM-5 has, and vLLM takes to be something else where config.json is silent.
 GLM = {"indexer_rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
@@ -46,6 +47,7 @@ def prepare(vllm_config: Any) -> None:
     if not cpu.is_cpu():
         _refuse_types(vllm_config)
     fusion(vllm_config)
+    chained(vllm_config)
     _warn_of_other_models(vllm_config.model_config.hf_config)
     # Not at glm5_latent_input: it returns a tensor, which a graph behind the cut would look for where it was captured.
     for operation in ("vllm::glm5_select", "vllm::glm5_attention"):
@@ -61,6 +63,15 @@ def fusion(vllm_config: Any) -> str:
     if chosen not in FUSIONS:
         raise ValueError(f"{FUSION} in --additional-config must be one of {', '.join(FUSIONS)}, not {chosen!r}")
     return str(chosen)
+
+
+def chained(vllm_config: Any) -> bool:
+    """Whether launches are chained, as they are unless the setting says false; ValueError for anything but a bool."""
+    settings = vllm_config.additional_config
+    chosen = settings.get(CHAINED, True) if isinstance(settings, dict) else True
+    if not isinstance(chosen, bool):
+        raise ValueError(f"{CHAINED} in --additional-config must be true or false, not {chosen!r}")
+    return chosen
 
 
 def reaches(chosen: str, level: str) -> bool:

@@ -10,7 +10,7 @@ from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE, GateLinear, GlmMoeDsaForCausalLM
 
 from glm5deploy.glm_dsa.pipeline_parallel import VARIABLE, partition_variable
-from glm5deploy.vllm_plugin import DRAFT_ARCHITECTURE, compat
+from glm5deploy.vllm_plugin import DRAFT_ARCHITECTURE, compat, cpu, engine_config
 from glm5deploy.vllm_plugin.experts import experts_factory
 from glm5deploy.vllm_plugin.indexer import Glm5Indexer
 from glm5deploy.vllm_plugin.latent_attention import Glm5LatentAttention
@@ -60,10 +60,18 @@ class Glm5ForCausalLM(GlmMoeDsaForCausalLM):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         if vllm_config.speculative_config is not None:
             _prepare_draft(vllm_config.speculative_config)
+        if not cpu.is_cpu():
+            _chain_launches(vllm_config)
         with compat.portable_model_parts(**PARTS):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         stages = vllm_config.parallel_config.pipeline_parallel_size
         require_own_selection(vllm_config.model_config.hf_text_config, self.model.start_layer, stages)
+
+
+def _chain_launches(vllm_config: Any) -> None:
+    from glm5deploy.kernels import chain  # imports Triton
+
+    chain.allow(engine_config.chained(vllm_config))
 
 
 def _prepare_draft(speculative_config: Any) -> None:

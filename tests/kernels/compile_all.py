@@ -34,6 +34,7 @@ from glm5deploy.kernels.tuning import (
     sparse_rows,
 )
 from glm5deploy.kernels.value_output import MOST_ROWS, value_variant
+from tests.support.chain_order import WAIT, out_of_order
 from tests.support.compiling import kernel_source
 
 # Of the smallest or the usual GPU of an architecture: few multiprocessors mean few splits.
@@ -298,7 +299,8 @@ def compile_one(job: Job) -> dict[str, Any]:
 
     module, name = job.kernel.split(".")
     kernel = getattr(import_module(f"glm5deploy.kernels.{module}"), name)
-    source = kernel_source(kernel, job.types, job.constants, job.aligned)
+    constants = job.constants | ({"CHAINED": job.arch >= 90} if "CHAINED" in kernel.arg_names else {})
+    source = kernel_source(kernel, job.types, constants, job.aligned)
     options = {"num_warps": job.warps, "num_stages": job.stages, "maxnreg": job.registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", job.arch, 32), options=options)
     facts = {
@@ -307,8 +309,10 @@ def compile_one(job: Job) -> dict[str, Any]:
         "spill_limit": job.spill_limit,
         "warps": job.warps,
         "stages": job.stages,
-        **job.constants,
+        **constants,
     }
+    early = out_of_order(compiled.asm["ptx"], source.signature) if constants.get("CHAINED") else []
+    facts |= {"waits": WAIT in compiled.asm["ptx"], "early": early}
     return {**facts, "shared": compiled.metadata.shared, "stack": stack_bytes(compiled.asm["cubin"])}
 
 

@@ -30,5 +30,9 @@ def test_every_configuration_fits_every_gpu() -> None:
     assert {r["kernel"] for r in results} == kernels()
     too_large = [r for r in results if r["shared"] > SHARED_LIMIT[r["arch"]]]
     spilling = [r for r in results if r["stack"] > r["spill_limit"]]
+    chained = [r for r in results if r.get("CHAINED")]
     assert not too_large
     assert not spilling
+    assert chained
+    assert all(r["waits"] for r in chained)
+    assert {r["kernel"]: r["early"] for r in chained if r["early"]} == {}

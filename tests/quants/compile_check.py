@@ -21,10 +21,12 @@ from glm5deploy.quants import launch, linear_kernel, moe_kernel
 from glm5deploy.quants.arguments import kernel_format
 from glm5deploy.quants.formats import FORMATS
 from tests.quants.gluon_source import integer_source, planes_signature
+from tests.support.chain_order import WAIT, out_of_order
 
 # A case: kernel, its formats, and the launch that products.py would choose on a GPU of 132 multiprocessors
 PROCESSORS = 132
 LINEAR = {"linear": (2624, 24), "short": (512, 24), "long": (19360, 24), "one": (6144, 8)}  # rows, super-blocks
+PAIRS = {"pair": (2624, 24), "queries": (6144, 8)}  # rows of two weights
 HIDDEN = {"down": 256, "deep": 1024, "deepest": 4096}  # units, of products with integers
 POINTERS = {"x", "y", "hidden", "out", "terms", "parts", "tickets", "ids", "order", "work", "weights"}
 
@@ -53,7 +55,7 @@ def integer_case(kind: str, names: list[str], tokens: int) -> tuple[Any, launch.
 
 
 def compile_case(case: str, capability: int) -> dict[str, Any]:
-    """Case names: one of LINEAR and down:TYPE:TOKENS, pair and gate_up:TYPE,TYPE:TOKENS, dense:TYPE:0.
+    """Case names: one of LINEAR and down:TYPE:TOKENS, one of PAIRS and gate_up:TYPE,TYPE:TOKENS, dense:TYPE:0.
 
     With integer_ before them, of products with integers.
     """
@@ -82,8 +84,8 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
         c = launch.linear_launch(tokens, *LINEAR[kind], PROCESSORS, together)
         kernel, planes = linear_kernel.linear_kernel, planes_signature(four, names[0])
         constants |= {"FMT": kernel_format(FORMATS[names[0]]), "BM": c.bm, "STAGES": c.stages}
-    elif kind == "pair":
-        c = launch.pair_launch(tokens, 2624, 24, PROCESSORS) or launch.SOME
+    elif kind in PAIRS:
+        c = launch.pair_launch(tokens, *PAIRS[kind], PROCESSORS) or launch.SOME
         kernel, planes = linear_kernel.pair_kernel, planes_signature(("al", "ah", "aw", "a_s"), names[0])
         planes |= planes_signature(("bl", "bh", "bw", "bs"), names[1])
         constants |= {"A": kernel_format(FORMATS[names[0]]), "B": kernel_format(FORMATS[names[1]])}
@@ -109,7 +111,7 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
             constants |= {"FMT": kernel_format(FORMATS[names[0]]), "STAGES": c.stages, "ONE": True}
             kernel = moe_kernel.down_kernel
         constants |= {"BM": c.bm}
-    constants |= {"BN": c.bn, "LATE": c.late}
+    constants |= {"BN": c.bn, "LATE": c.late, "CHAINED": capability >= 90}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     known = common | sizes | planes
     arguments = [a for a in kernel.arg_names if a not in constants]
@@ -124,8 +126,17 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
 
 def needs(case: str, capability: int, source: Any, options: dict[str, Any]) -> dict[str, Any]:
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = made.asm["ptx"]
+    early = out_of_order(ptx, source.signature, ()) if WAIT in ptx else []
     usage = resource_usage(made.asm["cubin"])
-    return {"case": case, "capability": capability, "shared": made.metadata.shared, **usage}
+    return {
+        "case": case,
+        "capability": capability,
+        "shared": made.metadata.shared,
+        "waits": WAIT in ptx,
+        "early": early,
+        **usage,
+    }
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:

@@ -12,8 +12,16 @@ from tests.support.compiling import compiling
 # KiB of shared memory a program may have (CUDA programming guide, "Technical Specifications per Compute Capability")
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99}
 CASES = ("linear:Q4_K:64", "linear:Q4_K:16", "short:Q5_K:16", "one:Q5_K:1", "long:Q6_K:1", "long:Q6_K:16")
-CASES += ("linear:Q6_K:1", "pair:Q5_K,Q8_0:1", "gate_up:Q5_K,Q4_K:1", "gate_up:Q5_K,Q4_K:64", "down:Q6_K:1")
+CASES += (
+    "linear:Q6_K:1",
+    "pair:Q5_K,Q8_0:1",
+    "queries:Q8_0,Q5_K:1",
+    "gate_up:Q5_K,Q4_K:1",
+    "gate_up:Q5_K,Q4_K:64",
+    "down:Q6_K:1",
+)
 CASES += ("down:Q6_K:2048",)
+CHAINED = ("linear", "short", "one", "long", "pair")  # kernels that are chained where a GPU can
 INTEGERS = ("linear:Q4_K:16", "linear:Q6_K:64", "long:Q6_K:1", "long:Q6_K:64", "gate_up:Q5_K,Q6_K:64")
 INTEGERS += ("gate_up:Q2_K,Q3_K:512", "gate_up:Q6_K,Q6_K:4096", "down:Q6_K:64", "down:Q5_K:512", "deep:Q6_K:4096")
 INTEGERS += ("deepest:Q6_K:64",)
@@ -36,6 +44,8 @@ def test_fits_the_gpu(capability: int) -> None:
     for found in compiled(capability, *CASES):
         assert found["shared"] <= SHARED[capability] * 1024
         assert found["stack"] <= (MANY_SPILL if found["case"].endswith(":2048") else FEW_SPILL)
+        assert found["waits"] == (capability >= 90 and found["case"].split(":")[0] in CHAINED)
+        assert not found["early"]
 
 
 @pytest.mark.slow
