@@ -7,6 +7,7 @@ from collections.abc import Hashable
 import torch
 import triton
 
+from glm5deploy.kernels.chain import chained
 from glm5deploy.quants import launch, products
 from glm5deploy.quants.arguments import kernel_format, pointers, row_stride
 from glm5deploy.quants.counters import part_memory
@@ -64,6 +65,7 @@ def few(
         B=kernel_format(last.format), TOPK=topk, E=gate.experts if choice else 0,
         EX=max(32, triton.next_power_of_2(gate.experts)), WARPS=a.warps, BN=a.bn, BM=a.bm, PAIRS=search,
         STAGES=a.stages, EVEN=gate.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, **a.options,
+        **chained(x.device),
     )  # fmt: skip
     terms = torch.empty((pairs + tokens, down.rows), dtype=torch.float32, device=x.device)
     few_down_kernel[(triton.cdiv(down.rows, b.bn * b.tiles), 1 + pairs)](
@@ -71,12 +73,12 @@ def few(
         pairs, tokens, down.rows, n, down.supers, b.tiles, FMT=kernel_format(down.format),
         A=kernel_format(shared.down.format), TOPK=topk, SCORES=triton.next_power_of_2(topk) if choice else 0,
         BN=b.bn, BM=b.bm, PAIRS=search, STAGES=b.stages, ONE=down.supers == 1, EVEN=n % 256 == 0,
-        PTX=x.dtype == torch.bfloat16, **b.options,
+        PTX=x.dtype == torch.bfloat16, **b.options, **chained(x.device),
     )  # fmt: skip
     span = products.SUM_SPAN
     sum_kernel[(tokens, triton.cdiv(down.rows, span))](
-        terms, ids, terms[pairs:], out, down.rows, TOPK=topk, BN=span, ALSO=True, num_warps=4
-    )
+        terms, ids, terms[pairs:], out, down.rows, TOPK=topk, BN=span, ALSO=True, num_warps=4, **chained(x.device)
+    )  # fmt: skip
     return out
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from glm5deploy.kernels.chain import wait_for_previous
 from glm5deploy.quants.moe_kernel import down_tile, gate_up_tile, pair_weights, pairs_of
 
 _LEAST = tl.constexpr(-(2**31))  # below every score
@@ -50,8 +51,9 @@ def _first(hit, o_e, EX: tl.constexpr):
 
 @triton.jit
 def expert_of_rank(
-    logits, bias, rank, FIRST, E: tl.constexpr, EX: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr
-):
+    logits, bias, rank, FIRST, E: tl.constexpr, EX: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
     """The expert with ``rank`` greater scores, bias added, among E (EX: a power of two, 32 or more); ties by number.
 
     Every warp looks at all experts, so that none waits for another. Keys are integers because a warp's greatest integer
@@ -61,8 +63,10 @@ def expert_of_rank(
     o_e = FIRST + tl.arange(0, EX // 32)[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
     o_e += tl.zeros([1, WARPS, 1], tl.int32)
     m_e = o_e < E
+    more = tl.load(bias + o_e, mask=m_e, other=0.0)  # a weight, which comes from memory: not in any cache
+    wait_for_previous(CHAINED)
     score = score_of(tl.load(logits + o_e, mask=m_e, other=0.0), PTX)
-    keys = tl.where(m_e, ordered(score + tl.load(bias + o_e, mask=m_e, other=0.0)), _LEAST)
+    keys = tl.where(m_e, ordered(score + more), _LEAST)
     rest = keys
     top = _greatest(rest)
     for _ in range(rank):  # as if no two were equal
@@ -81,16 +85,17 @@ def expert_of_rank(
 @triton.jit
 def _routed_pairs(
     ids, scores, logits, bias, slot, P, FIRST, E: tl.constexpr, EX: tl.constexpr, WARPS: tl.constexpr,
-    PAIRS: tl.constexpr, BM: tl.constexpr, PTX: tl.constexpr,
+    PAIRS: tl.constexpr, BM: tl.constexpr, PTX: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """As ``pairs_of``; where E is not 0, one token's, chosen here, and one program of each slot writes id and score."""
     if E > 0:
-        expert = expert_of_rank(logits, bias, slot, FIRST, E, EX, WARPS, PTX)
+        expert = expert_of_rank(logits, bias, slot, FIRST, E, EX, WARPS, PTX, CHAINED)
         if (tl.program_id(0) == 0) & (tl.program_id(2) == 0):
             tl.store(ids + slot, expert)
             tl.store(scores + slot, score_of(tl.load(logits + expert), PTX))
         return slot + tl.zeros([BM], tl.int32), 1, expert
     else:
+        wait_for_previous(CHAINED)
         return pairs_of(ids, ids, ids, slot, P, PAIRS, BM)
 
 
@@ -100,7 +105,7 @@ def few_gate_up_kernel(
     hidden, parts, tickets, P, T, FIRST, N, ROWS, UP, K, x_stride, SUPERS, PARTS,
     G: tl.constexpr, U: tl.constexpr, A: tl.constexpr, B: tl.constexpr, TOPK: tl.constexpr,
     E: tl.constexpr, EX: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PAIRS: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """hidden [P + T, N] = silu(gate x) * up x; gate and up of types G and U, of the shared expert A and B.
 
@@ -109,17 +114,20 @@ def few_gate_up_kernel(
     """
     item = tl.program_id(1)
     if item == 0:
+        wait_for_previous(CHAINED)
         m = tl.arange(0, BM)
         gate_up_tile(
             x, al, ah, aw, a_s, bl, bh, bw, bs, hidden, parts, tickets, m, P + m, T, 0, P + T, N, ROWS, UP, K,
-            x_stride, SUPERS, PARTS, A, B, BN, BM, STAGES, EVEN, PTX,
+            x_stride, SUPERS, PARTS, A, B, BN, BM, STAGES, EVEN, PTX, CHAINED,
         )  # fmt: skip
     else:
-        pairs, count, e = _routed_pairs(ids, scores, logits, bias, item - 1, P, FIRST, E, EX, WARPS, PAIRS, BM, PTX)
+        pairs, count, e = _routed_pairs(
+            ids, scores, logits, bias, item - 1, P, FIRST, E, EX, WARPS, PAIRS, BM, PTX, CHAINED
+        )
         if count > 0:
             gate_up_tile(
                 x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, pairs // TOPK, pairs, count, e, P + T, N,
-                N, 0, K, x_stride, SUPERS, PARTS, G, U, BN, BM, STAGES, EVEN, PTX,
+                N, 0, K, x_stride, SUPERS, PARTS, G, U, BN, BM, STAGES, EVEN, PTX, CHAINED,
             )  # fmt: skip
 
 
@@ -128,18 +136,20 @@ def few_down_kernel(
     hidden, low, high, words, halves, al, ah, aw, a_s, ids, weights, terms, scale, P, T, N, K, SUPERS, TILES,
     FMT: tl.constexpr, A: tl.constexpr, TOPK: tl.constexpr, SCORES: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     PAIRS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """terms [P + T, N] = weight * (down hidden), the shared expert's of type A and weight one. ONE: SUPERS is 1.
 
     SCORES (a power of two, TOPK or more; 0: weights are weights): weights are one token's scores, which are divided by
     their sum and 1e-20 and multiplied by ``scale``. Grid (spans of TILES * BN outputs, 1 + P).
     """
+    wait_for_previous(CHAINED)
     item = tl.program_id(1)
     if item == 0:
         m = tl.arange(0, BM)
         down_tile(
             hidden, al, ah, aw, a_s, tl.full([BM], 1.0, tl.float32), terms, P + m, T, 0, N, K, SUPERS, TILES,
-            A, BN, BM, STAGES, ONE, EVEN, PTX,
+            A, BN, BM, STAGES, ONE, EVEN, PTX, CHAINED,
         )  # fmt: skip
     else:
         pairs, count, e = pairs_of(ids, ids, ids, item - 1, P, PAIRS, BM)
@@ -151,5 +161,5 @@ def few_down_kernel(
                 share = share * scale / (total + 1e-20)
             down_tile(
                 hidden, low, high, words, halves, share, terms, pairs, count, e, N, K, SUPERS, TILES,
-                FMT, BN, BM, STAGES, ONE, EVEN, PTX,
+                FMT, BN, BM, STAGES, ONE, EVEN, PTX, CHAINED,
             )  # fmt: skip

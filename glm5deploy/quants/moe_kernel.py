@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from glm5deploy.kernels.chain import let_next_begin, wait_for_previous
 from glm5deploy.quants.linear_kernel import add_parts, arrive
 from glm5deploy.quants.tile_product import add_span, add_super, load_super, load_x, x_tile
 
@@ -44,12 +45,14 @@ def sort_expert(e, ids, order, work, P, E, BM: tl.constexpr, CHUNK: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["P"])
-def sort_kernel(ids, order, work, P, E, BM: tl.constexpr, CHUNK: tl.constexpr):
+def sort_kernel(ids, order, work, P, E, BM: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr):
     """Pairs by expert, cut into chunks of at most BM pairs of one expert. Grid (E); ids < 0 are left out.
 
     order int32 [P]; work int32 [E + P // BM, 3]: expert, first place in ``order``, pairs (0: nothing to do). Expert
     e's chunks start at entry e + before // BM, where ``before`` pairs have smaller ids: all entries are written once.
     """
+    wait_for_previous(CHAINED)
+    let_next_begin(CHAINED)
     sort_expert(tl.program_id(0), ids, order, work, P, E, BM, CHUNK)
 
 
@@ -95,7 +98,7 @@ def pairs_of(ids, order, work, item, P, PAIRS: tl.constexpr, BM: tl.constexpr):
 def gate_up_tile(
     x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, tokens, pairs, count, e, P, N, ROWS, UP, K, x_stride,
     SUPERS, PARTS, G: tl.constexpr, U: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """``gate_up_kernel`` for ``count`` pairs [BM] of expert e: ``tokens`` rows of x to ``pairs`` rows of hidden.
 
@@ -119,6 +122,7 @@ def gate_up_tile(
             x1 = x_tile(xs, 2 * h + 1, EVEN, PTX, False)
             gate = add_span(gate, g_state, x0, x1, h, G, PTX, False)
             up = add_span(up, u_state, x0, x1, h, U, PTX, False)
+    let_next_begin(CHAINED)
     ok = m_ok[None, :] & (n[:, None] < N)
     at = hidden + pairs[None, :].to(tl.int64) * N + n[:, None]
     if PARTS == 1:
@@ -139,17 +143,18 @@ def gate_up_tile(
 def gate_up_kernel(
     x, gl, gh, gw, gs, ul, uh, uw, us, ids, order, work, hidden, parts, tickets, P, N, K, x_stride, SUPERS, PARTS,
     G: tl.constexpr, U: tl.constexpr, TOPK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PAIRS: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """hidden [P, N] = silu(gate x) * up x. parts fp32 [PARTS, P, 2N]; tickets int32 [P, N tiles], zero.
 
     Grid (N tiles, P, PARTS) where pairs are searched for, (N tiles, work items, PARTS) where they are sorted.
     """
+    wait_for_previous(CHAINED)
     pairs, count, e = pairs_of(ids, order, work, tl.program_id(1), P, PAIRS, BM)
     if count > 0:
         gate_up_tile(
             x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, pairs // TOPK, pairs, count, e, P, N, N, 0, K,
-            x_stride, SUPERS, PARTS, G, U, BN, BM, STAGES, EVEN, PTX,
+            x_stride, SUPERS, PARTS, G, U, BN, BM, STAGES, EVEN, PTX, CHAINED,
         )  # fmt: skip
 
 
@@ -163,9 +168,10 @@ def pair_weights(weights, pairs, count, BM: tl.constexpr):
 def down_tile(
     hidden, low, high, words, halves, share, terms, pairs, count, e, N, K, SUPERS, TILES,
     FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """``down_kernel`` for ``count`` pairs [BM] of expert e, whose weights are ``share``, fp32 [BM]."""
+    let_next_begin(CHAINED)  # a launch of few programs
     m_ok = tl.arange(0, BM) < count
     wide = pairs.to(tl.int64)
     rows = hidden + wide * K
@@ -189,27 +195,32 @@ def down_tile(
 def down_kernel(
     hidden, low, high, words, halves, ids, order, work, weights, terms, P, N, K, SUPERS, TILES,
     FMT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PAIRS: tl.constexpr,
-    STAGES: tl.constexpr, ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    STAGES: tl.constexpr, ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """terms [P, N] = weight * (down hidden), for ``sum_kernel``. ONE: SUPERS is 1, and hidden units are read once.
 
     Grid (spans of TILES * BN outputs, P or work items), as in ``gate_up_kernel``.
     """
+    wait_for_previous(CHAINED)
     pairs, count, e = pairs_of(ids, order, work, tl.program_id(1), P, PAIRS, BM)
     if count > 0:
         share = pair_weights(weights, pairs, count, BM)
         down_tile(
             hidden, low, high, words, halves, share, terms, pairs, count, e, N, K, SUPERS, TILES,
-            FMT, BN, BM, STAGES, ONE, EVEN, PTX,
+            FMT, BN, BM, STAGES, ONE, EVEN, PTX, CHAINED,
         )  # fmt: skip
 
 
 @triton.jit
-def sum_kernel(terms, ids, also, out, N, TOPK: tl.constexpr, BN: tl.constexpr, ALSO: tl.constexpr):
+def sum_kernel(
+    terms, ids, also, out, N, TOPK: tl.constexpr, BN: tl.constexpr, ALSO: tl.constexpr, CHAINED: tl.constexpr
+):
     """out [T, N] = sum of a token's terms [TOPK, N], in the order of slots; pairs without an expert have none.
 
     Grid (T, N / BN). ALSO: the sum begins with ``also`` [T, N].
     """
+    wait_for_previous(CHAINED)
+    let_next_begin(CHAINED)
     pair = tl.program_id(0).to(tl.int64) * TOPK
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros([BN], tl.float32)

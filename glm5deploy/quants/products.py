@@ -263,7 +263,9 @@ def _find_pairs(ids: torch.Tensor, experts: int, c: _MoeLaunch) -> Work:
         empty = torch.empty(0, dtype=torch.int32, device=ids.device)
         return empty, empty
     work = work_memory(ids, experts, bm)
-    sort_kernel[(experts,)](ids, *work, pairs, experts, BM=bm, CHUNK=launch.sorted_at_once(pairs), num_warps=4)
+    sort_kernel[(experts,)](
+        ids, *work, pairs, experts, BM=bm, CHUNK=launch.sorted_at_once(pairs), num_warps=4, **chained(ids.device)
+    )
     return work
 
 
@@ -277,7 +279,7 @@ def _gate_up(
         x, *pointers(gate), *pointers(up), ids, *work, hidden, parts, tickets, pairs, n, gate.columns,
         row_stride(x), gate.supers, a.parts, G=kernel_format(gate.format), U=kernel_format(up.format),
         TOPK=ids.shape[1], BN=a.bn, BM=a.bm, PAIRS=c.search, STAGES=a.stages,
-        EVEN=gate.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, **a.options,
+        EVEN=gate.columns % 256 == 0, PTX=x.dtype == torch.bfloat16, **a.options, **chained(x.device),
     )  # fmt: skip
 
 
@@ -296,7 +298,7 @@ def _down(
         hidden, *pointers(down), ids, *work, weights, terms, pairs, down.rows, n, down.supers, b.tiles,
         FMT=kernel_format(down.format), BN=b.bn, BM=b.bm, PAIRS=c.search,
         STAGES=b.stages, ONE=down.supers == 1, EVEN=n % 256 == 0, PTX=hidden.dtype == torch.bfloat16,
-        **b.options,
+        **b.options, **chained(hidden.device),
     )  # fmt: skip
 
 
@@ -306,5 +308,14 @@ def _sum(terms: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, also: Callab
         raise ValueError(f"{tuple(more.shape)} cannot be added to {tuple(out.shape)}: shapes differ, or it has gaps")
     tokens, n = out.shape
     sum_kernel[(tokens, triton.cdiv(n, SUM_SPAN))](
-        terms, ids, more, out, n, TOPK=ids.shape[1], BN=SUM_SPAN, ALSO=also is not None, num_warps=4
+        terms,
+        ids,
+        more,
+        out,
+        n,
+        TOPK=ids.shape[1],
+        BN=SUM_SPAN,
+        ALSO=also is not None,
+        num_warps=4,
+        **chained(out.device),
     )

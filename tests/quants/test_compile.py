@@ -21,7 +21,8 @@ CASES += (
     "down:Q6_K:1",
 )
 CASES += ("down:Q6_K:2048",)
-CHAINED = ("linear", "short", "one", "long", "pair")  # kernels that are chained where a GPU can
+# Kernels that are chained where a GPU can
+CHAINED = ("linear", "short", "one", "long", "pair", "queries", "gate_up", "down")
 INTEGERS = ("linear:Q4_K:16", "linear:Q6_K:64", "long:Q6_K:1", "long:Q6_K:64", "gate_up:Q5_K,Q6_K:64")
 INTEGERS += ("gate_up:Q2_K,Q3_K:512", "gate_up:Q6_K,Q6_K:4096", "down:Q6_K:64", "down:Q5_K:512", "deep:Q6_K:4096")
 INTEGERS += ("deepest:Q6_K:64",)
