@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from glm5deploy.kernels.chain import chained, let_next_begin, wait_for_previous
 from glm5deploy.kernels.fp8 import f32_to_e4m3, power_of_two_scale
 from glm5deploy.kernels.index_cache import prepare_keys, prepare_query
 from glm5deploy.kernels.index_checks import check_cache, check_key, check_query
@@ -65,8 +66,11 @@ def index_input_kernel(
     CODES: tl.constexpr,
     BLOCK: tl.constexpr,
     BT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Grid (ceil(T / BT) + T): programs for BT keys each, then one for each token's queries."""
+    wait_for_previous(CHAINED)
+    let_next_begin(CHAINED)
     i_p = tl.program_id(0)
     key_programs = tl.cdiv(tokens, BT)
     if i_p < key_programs:
@@ -133,5 +137,6 @@ def index_input(
         BLOCK=cache.shape[1],
         BT=_KEY_TOKENS,
         num_warps=4,
+        **chained(q.device),
     )
     return values, weights_out

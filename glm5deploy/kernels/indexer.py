@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from glm5deploy.kernels.chain import chained
 from glm5deploy.kernels.index_cache import (
     gather_keys_kernel,
     prepare_key_kernel,
@@ -239,5 +240,6 @@ def paged_logits(
         KEYS_FP8=fp8,
         num_warps=config.warps,
         num_stages=config.stages,
+        **chained(q.device),
     )
     return logits

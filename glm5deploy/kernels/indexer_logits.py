@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from glm5deploy.kernels.chain import wait_for_previous
 from glm5deploy.kernels.fp8 import e4m3_to_f32
 
 
@@ -94,6 +95,7 @@ def paged_logits_kernel(
     BS: tl.constexpr,
     BLOCK: tl.constexpr,  # tokens of a cache block
     KEYS_FP8: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     i_b = tl.program_id(0)
     o_n = tl.arange(0, NQ)
@@ -103,6 +105,7 @@ def paged_logits_kernel(
     m_n = o_n < next_n
     o_row = (i_b * next_n).to(tl.int64) * J + o_c
     m_row = o_c // J < next_n
+    wait_for_previous(CHAINED)
     b_length = tl.load(lengths + i_b * next_n + o_n, mask=m_n, other=0)  # [NQ]
     end = tl.max(b_length, axis=0)
 

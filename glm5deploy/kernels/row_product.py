@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from glm5deploy.kernels.chain import chained, let_next_begin, wait_for_previous
 from glm5deploy.kernels.layout import require, row_tile
 
 MOST_TOKENS = 8
@@ -25,6 +26,7 @@ def row_product_kernel(
     BT: tl.constexpr,  # at least T
     BR: tl.constexpr,  # BR * BC are at least K
     BC: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Grid (N / 2): two of a product's columns, over all of K, so that there is nothing to add up between programs."""
     i_n = tl.program_id(0).to(tl.int64) * 2
@@ -39,8 +41,10 @@ def row_product_kernel(
     p_w = weight + i_n * K + o_k
     b_first = tl.load(p_w, mask=m_k, other=0.0, volatile=True)  # [BR, BC]
     b_second = tl.load(p_w + K, mask=o_k < width, other=0.0, volatile=True)
+    wait_for_previous(CHAINED)
     p_x = x + o_t[:, None, None] * K + o_k[None, :, :]
     b_x = tl.load(p_x, mask=m_t[:, None, None] & m_k[None, :, :], other=0.0, volatile=True)  # [BT, BR, BC]
+    let_next_begin(CHAINED)
     b_x = b_x.to(tl.float32)
     b_first_out = tl.sum(tl.sum(b_x * b_first.to(tl.float32)[None, :, :], axis=1), axis=1)  # [BT]
     b_second_out = tl.sum(tl.sum(b_x * b_second.to(tl.float32)[None, :, :], axis=1), axis=1)
@@ -73,5 +77,6 @@ def row_product(x: torch.Tensor, weight: torch.Tensor, warps: int = WARPS) -> to
             BR=rows,
             BC=columns,
             num_warps=warps,
+            **chained(x.device),
         )
     return out
