@@ -2,13 +2,16 @@
 
 For a decoded token vLLM launches the experts' products and their sum, and, once the shared expert has been computed
 beside all of these, the addition of both. With ``glm5_fusion`` at ``experts`` the addition is part of the sum, up to
-:data:`MOST_TOKENS` tokens. The shared expert's stream is joined before that sum instead of behind it; routing before
-it and what follows, such as the sum over ranks, stay vLLM's. More tokens, the CPU engine, and a vLLM whose code is not
-the one that is replaced here, run vLLM's own.
+:data:`MOST_TOKENS` tokens: the shared expert's stream is joined before that sum instead of behind it. Up to
+:data:`FEW_TOKENS` the shared expert is one more of the products' experts, and one token's experts are chosen by the
+first product, where few_experts.py finds nothing against it. Routing otherwise, and what follows, such as the sum over
+ranks, stay vLLM's. More tokens, the CPU engine, and a vLLM whose code is not the one that is replaced here, run vLLM's
+own.
 """
 
 # No `from __future__ import annotations` here: torch derives the operations' schemas from annotations that are objects.
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +23,8 @@ from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExp
 from vllm.model_executor.models import deepseek_v2
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name, direct_register_custom_op
 
-from glm5deploy.vllm_plugin import cpu, engine_config, replaced
+from glm5deploy.quants.launch import FEW_TOKENS
+from glm5deploy.vllm_plugin import cpu, engine_config, few_experts, replaced
 from glm5deploy.vllm_plugin.quantised_moe import Glm5MoeMethod
 
 logger = init_logger("vllm.glm5deploy")
@@ -42,8 +46,16 @@ class Glm5ExpertsRunner(MoERunner):
         if obstacle:
             logger.warning_once("vLLM's own operations run around routed experts: %s", obstacle)
             self.fused = False
+        self.slot = self.fused and self._can("the shared expert has launches of its own", few_experts.shared_obstacle)
+        self.chooses = self.slot and self._can("experts are chosen beforehand", few_experts.choice_obstacle)
         if self.fused:
             fused.append(weakref.ref(self))
+
+    def _can(self, otherwise: str, obstacle_of: Callable[[Any], str | None]) -> bool:
+        obstacle = obstacle_of(self)
+        if obstacle:
+            logger.info_once("For few tokens %s: %s", otherwise, obstacle)
+        return obstacle is None
 
     def forward(
         self,
@@ -63,6 +75,10 @@ class Glm5ExpertsRunner(MoERunner):
         if not 0 < x.shape[0] <= MOST_TOKENS:
             beside, routed = self._forward_impl(x, x, x, None)
             return beside + routed  # type: ignore[no-any-return]
+        method: Glm5MoeMethod = self.routed_experts.quant_method
+        if self.slot and x.shape[0] <= FEW_TOKENS and not (self.chooses and few_experts.watched(self.router)):
+            chosen = few_experts.chosen(self, x, self.chooses)
+            return method.with_shared(self.routed_experts, x, few_experts.shared_of(self), chosen)
         shared = self._shared_experts
         apart = shared.maybe_forward_async(x)
         logits, _ = self.gate(x)
@@ -75,7 +91,6 @@ class Glm5ExpertsRunner(MoERunner):
                 shared.wait()
             return shared.output  # type: ignore[no-any-return]
 
-        method: Glm5MoeMethod = self.routed_experts.quant_method
         return method.sum(self.routed_experts, x, weights, ids, shared_output)
 
 

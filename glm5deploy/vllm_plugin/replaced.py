@@ -17,6 +17,7 @@ _NORM = "vllm.model_executor.layers.layernorm"
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 _RUNNER, _SHARED = f"{_MOE}.runner.moe_runner", f"{_MOE}.runner.shared_experts"
+_LINEAR, _GROUPED = "vllm.model_executor.layers.linear", f"{_MOE}.router.grouped_topk_router"
 
 # module, attribute path: the first digits of the source's SHA-256 in vLLM 0.32.0 and, where it differs, 0.33.0.
 Known = dict[tuple[str, str], tuple[str, ...]]
@@ -50,6 +51,19 @@ KNOWN: dict[str, Known] = {
         (_SHARED, "SharedExperts.output.fget"): ("c28c155acce18087",),
         (f"{_MOE}.routed_experts", "RoutedExperts.forward_modular"): ("968dcdd772ccefb1",),
         (f"{_MOE}.router.fused_moe_router", "FusedMoERouter.select_experts"): ("b3a4bab7fd0a4015",),
+    },
+    "shared": {
+        ("vllm.model_executor.models.deepseek_v2", "DeepseekV2MLP.forward"): ("ab63fe100a57275b",),
+        (_LINEAR, "ColumnParallelLinear.forward"): ("308fabe081224a58",),
+        (_LINEAR, "RowParallelLinear.forward"): ("d90bdc0c707aa085",),
+        ("vllm.model_executor.layers.activation", "SiluAndMul.forward_cuda"): ("f5d916fd707788b0",),
+    },
+    "choice": {
+        (_GROUPED, "GroupedTopKRouter._compute_routing"): ("ec1d048fb40e46d6",),
+        (_GROUPED, "grouped_topk"): ("497679128f082dd8",),
+        (_GROUPED, "fused_grouped_topk"): ("cc9c3347d33adfe6",),
+        (f"{_MOE}.router.base_router", "BaseRouter._select_experts"): ("72be73a361f8d723",),
+        ("vllm._custom_ops", "grouped_topk"): ("ec8b353ca5adbcd8", "5d0122c3fd07bfda"),
     },
 }
 

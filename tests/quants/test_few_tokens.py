@@ -49,7 +49,7 @@ def test_experts_and_the_shared_one(experts: Experts, count: int, joined: bool, 
 @triton.jit(do_not_specialize=["FIRST"])
 def rank_kernel(logits, bias, ids, FIRST, E: tl.constexpr, EX: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr):
     rank = tl.program_id(0)
-    tl.store(ids + rank, expert_of_rank(logits, bias, rank, FIRST, E, EX, WARPS, PTX))
+    tl.store(ids + rank, expert_of_rank(logits, bias, rank, FIRST, E, EX, WARPS, PTX, False))
 
 
 def logits_of(kind: str, experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,8 +4,10 @@ The real model is built by the real loader, and the runner of a layer takes step
 JSON object: ``built`` is how runners are built here, ``steps`` has a record for each number of tokens (the largest
 relative ``error``, how many ``sums`` took the shared expert, ``watched``: the same while someone records choices),
 ``ranks`` has how many sums over ranks vLLM's own runner and ours make of a step, and the ``error`` with them,
-``obstacles`` says why changed layers would not be fused, ``compiled`` whether torch.compile takes the runner whole, and
-``prepared`` names what warm-up launches. Kernels run under Triton's interpreter, so this is a process of its own.
+``few`` has records of few tokens with the shared expert a slot of the products and one token's experts chosen in them:
+besides, how often each was ``launched`` and ``chosen`` so, ``obstacles`` says why changed layers would not be fused,
+``slots`` and ``choices`` why they would be without either, ``compiled`` whether torch.compile takes the runner whole,
+and ``prepared`` names what warm-up launches. Kernels run under Triton's interpreter, so this is a process of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import glm5deploy.vllm_plugin
 from tests.support.built_model import load, single_rank
 
 STEPS = (1, 3, 32, 33)
+FEW = (1, 2, 5, 6)
 
 
 def run(config: Any, runner: Any, x: torch.Tensor) -> torch.Tensor:
@@ -54,6 +57,53 @@ def steps(config: Any, runner: Any, launched: list[int]) -> list[dict[str, Any]]
         same = torch.allclose(run(config, runner, x), expected, rtol=1e-5, atol=1e-6)
         runner.router.set_capture_fn(None)
         records.append({**record, "watched": same and [len(ids) for ids in seen] == [tokens]})
+    return records
+
+
+def grouped(runner: Any) -> Any:
+    """The router that a GPU's engine has."""
+    from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
+
+    held = runner.router
+    return GroupedTopKRouter(
+        held.top_k,
+        held.global_num_experts,
+        held.num_expert_group,
+        held.topk_group,
+        held.renormalize,
+        held.scoring_func,
+        held.routed_scaling_factor,
+        held.e_score_correction_bias,
+    )
+
+
+def few(config: Any, runner: Any) -> list[dict[str, Any]]:
+    """Kernels compute, and vLLM's router is not asked for what they choose."""
+    from glm5deploy.vllm_plugin import quantised_ops
+
+    calls: list[Any] = []
+
+    def launched(x: Any, planes: Any, shared: Any, chosen: Any) -> torch.Tensor:
+        calls.append(hasattr(chosen, "logits"))
+        return quantised_ops._few_on_gpu(x, planes, shared, chosen)
+
+    plain, quantised_ops._few = quantised_ops._few, launched
+    records = []
+    for tokens in FEW:
+        x = torch.randn(tokens, runner.moe_config.hidden_dim, generator=torch.Generator().manual_seed(tokens))
+        runner.fused = runner.slot = runner.chooses = False
+        expected = run(config, runner, x)
+        runner.fused = runner.slot = runner.chooses = True
+        calls.clear()
+        found = run(config, runner, x)
+        record = {"tokens": tokens, "error": error(found, expected), "launched": len(calls), "chosen": sum(calls)}
+        seen: list[torch.Tensor] = []
+        runner.router.set_capture_fn(seen.append)
+        calls.clear()
+        same = torch.allclose(run(config, runner, x), expected, rtol=1e-5, atol=1e-6)
+        runner.router.set_capture_fn(None)
+        records.append({**record, "watched": same and not calls and [len(ids) for ids in seen] == [tokens]})
+    quantised_ops._few = plain
     return records
 
 
@@ -90,25 +140,83 @@ def over_ranks(config: Any, runner: Any) -> list[dict[str, Any]]:
 
 
 def obstacles(runner: Any) -> list[str | None]:
-    """Of the runner as a GPU's engine has it, and with one thing after the other changed."""
     from glm5deploy.vllm_plugin.experts import why_not
 
-    found = [why_not(runner)]
-    for part, name, value in (
+    return changed(
+        why_not,
+        runner,
         (runner, "gate", None),
         (runner.router, "eplb_state", object()),
         (runner, "_shared_experts", None),
         (runner, "routed_scaling_factor", 2.5),
         (runner, "enable_dbo", True),
         (runner.routed_experts, "quant_method", SimpleNamespace()),
-    ):
+    )
+
+
+def slots(runner: Any) -> list[str | None]:
+    from glm5deploy.vllm_plugin.few_experts import shared_obstacle
+
+    layer = runner._shared_experts._layer
+    return changed(
+        shared_obstacle,
+        runner,
+        (layer, "act_fn", torch.nn.SiLU()),
+        (layer.down_proj, "quant_method", SimpleNamespace()),
+        (layer.gate_up_proj, "bias", torch.zeros(1)),
+        (layer.down_proj, "reduce_results", True),
+        (runner.routed_experts, "_expert_map", torch.zeros(4)),
+        (runner._shared_experts, "_layer", halved(layer)),
+    )
+
+
+def halved(layer: Any) -> Any:
+    """A shared expert that gives half of what it should, to be refused by its shape."""
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2MLP
+
+    other = DeepseekV2MLP.__new__(DeepseekV2MLP)
+    torch.nn.Module.__init__(other)
+    other.act_fn, other.gate_up_proj, other.down_proj = layer.act_fn, layer.gate_up_proj, torch.nn.Module()
+    method = type(layer.down_proj.quant_method).__new__(type(layer.down_proj.quant_method))
+    whole = layer.down_proj.quant_method.parameters
+    (down,) = whole.planes(layer.down_proj)
+    half = type(down)(down.format, down.rows // 2, down.columns, down.low, down.high, down.words, down.halves)
+    method.parameters = SimpleNamespace(planes=lambda layer: [half])
+    other.down_proj.quant_method, other.down_proj.bias, other.down_proj.reduce_results = method, None, False
+    return other
+
+
+def choices(runner: Any) -> list[str | None]:
+    from glm5deploy.vllm_plugin.few_experts import choice_obstacle
+
+    router = runner.router
+    return changed(
+        choice_obstacle,
+        runner,
+        (router, "num_expert_group", 2),
+        (router, "scoring_func", "softmax"),
+        (router, "renormalize", False),
+        (router, "e_score_correction_bias", None),
+        (router, "e_score_correction_bias", router.e_score_correction_bias.bfloat16()),
+        (runner.gate, "out_dtype", torch.bfloat16),
+        (router, "num_fused_shared_experts", 1),
+        (router, "skip_padding", True),
+        (runner.routed_experts, "_expert_map", torch.zeros(4)),
+        (runner, "router", SimpleNamespace()),
+    )
+
+
+def changed(why: Callable[[Any], str | None], runner: Any, *changes: tuple[Any, str, Any]) -> list[str | None]:
+    """What ``why`` says of the runner as a GPU's engine has it, and with one thing after the other changed."""
+    found = [why(runner)]
+    for part, name, value in changes:
         held = vars(part).get(name, getattr(part, name))
         modules = getattr(part, "_modules", {})
         if name in modules:
             modules[name] = value
         else:
             part.__dict__[name] = value
-        found.append(why_not(runner))
+        found.append(why(runner))
         if name in modules:
             modules[name] = held
         else:
@@ -134,6 +242,7 @@ def prepared(config: Any, runner: Any) -> list[str]:
     from glm5deploy.vllm_plugin import experts, experts_warmup
 
     experts.fused.append(weakref.ref(runner))
+    runner.slot = runner.chooses = True
     with set_current_vllm_config(config), torch.inference_mode():
         found = experts_warmup.launches(torch.float32)
         for launch in found:
@@ -160,11 +269,15 @@ def main() -> None:
         report = {
             "built": [runner.fused for runner in runners],
             "obstacles": obstacles(runners[0]),
+            "slots": slots(runners[0]),
             "steps": steps(config, runners[0], launched),
             "ranks": over_ranks(config, runners[0]),
             "compiled": compiled(config, runners[0]),
-            "prepared": prepared(config, runners[0]),
         }
+        runners[0].router = grouped(runners[0])
+        with torch.compiler.set_stance("force_eager"):  # vLLM compiles its router
+            report |= {"choices": choices(runners[0]), "few": few(config, runners[0])}
+        report["prepared"] = prepared(config, runners[0])
     sys.stdout.write("\n" + json.dumps(report) + "\n")
 
 

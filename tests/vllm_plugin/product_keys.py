@@ -1,8 +1,8 @@
 """Does warm-up launch every variant of the products? ``python -m tests.vllm_plugin.product_keys``.
 
 Prints what :func:`tests.support.launch_keys.compare` found over layers of many types and shapes, as JSON, had sums with
-a shared expert been left out; runners of experts with fewer launches are among the layers. A process of its own: the
-tests' process interprets kernels. Nothing is computed, cuBLAS's part neither.
+a shared expert, and few tokens' launches with one, been left out; runners of experts with fewer launches are among the
+layers. A process of its own: the tests' process interprets kernels. Nothing is computed, cuBLAS's part neither.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from glm5deploy.quants import products
+from glm5deploy.quants import launch, products
 from glm5deploy.vllm_plugin import experts, experts_warmup, product_warmup
 from glm5deploy.vllm_plugin import quantised_ops as ops
 from glm5deploy.vllm_plugin.quantised_linear import Glm5EmbeddingMethod, Glm5LinearMethod, PlaneParameters
@@ -34,6 +34,7 @@ class Layer(nn.Module):
     def __init__(self, method: type[Any], *parts: tuple[str, int, int], experts: int = 1) -> None:
         super().__init__()
         self.quant_method = method.__new__(method)
+        self.quant_method.moe_kernel = None
         sources = tuple(SimpleNamespace(planes_type=part[0]) for part in parts)
         parameters = PlaneParameters(Module("m", sources))  # type: ignore[arg-type]
         self.quant_method.parameters = parameters
@@ -45,10 +46,23 @@ class Layer(nn.Module):
 class Runner(experts.Glm5ExpertsRunner):
     """Around the experts of a layer, without what vLLM builds beside them."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, shared: tuple[Layer, Layer] | None = None, chooses: bool = False) -> None:
         nn.Module.__init__(self)
-        self.routed_experts = layer
-        self.router = SimpleNamespace(top_k=TOPK)
+        self.routed_experts, self.slot, self.chooses = layer, shared is not None, chooses
+        gate = layer.quant_method.parameters.planes(layer)[0]
+        bias = torch.zeros(gate.experts)
+        self.router = SimpleNamespace(
+            top_k=TOPK,
+            e_score_correction_bias=bias,
+            routed_scaling_factor=2.5,
+            capture_fn=None,
+            _routing_replay_out=None,
+            select_experts=lambda x, *rest: (torch.zeros(len(x), TOPK), torch.zeros(len(x), TOPK, dtype=torch.int64)),
+        )
+        self.gate = lambda x: (torch.zeros(len(x), gate.experts), None)
+        if shared:
+            both = SimpleNamespace(gate_up_proj=shared[0], down_proj=shared[1])
+            self._shared_experts = SimpleNamespace(_layer=both)
 
 
 def layers() -> list[Layer]:
@@ -88,10 +102,26 @@ def step(layer: Layer, tokens: int, dtype: torch.dtype) -> None:
         ops.moe(x, tensors, spec, ids, torch.rand(tokens, TOPK))
         if tokens <= experts.MOST_TOKENS:
             fewer(Runner(layer), x, ids)
+        for runner in runners_of(layer) if tokens <= launch.FEW_TOKENS else ():
+            if runner.slot:
+                runner.of_this_rank(x)
     elif isinstance(layer.quant_method, Glm5EmbeddingMethod):
         ops.embed(torch.zeros(tokens, dtype=torch.int64), tensors, spec, dtype)
     else:
         ops.linear(x, tensors, spec)
+
+
+def runners_of(layer: Layer) -> list[Runner]:
+    """With a shared expert of two types or of three, and experts chosen by vLLM or, for one token, by the products."""
+    gate, _, down = layer.quant_method.parameters.planes(layer)
+    if gate.experts < TOPK:
+        return [Runner(layer)]
+    found = []
+    for types, chooses in ((("Q5_K", "Q5_K", "Q6_K"), True), (("Q8_0", "Q5_0", "IQ4_XS"), False)):
+        parts = [(name, gate.rows, gate.columns) for name in types[:2]]
+        shared = Layer(Glm5LinearMethod, *parts), Layer(Glm5LinearMethod, (types[2], down.rows, gate.rows))
+        found.append(Runner(layer, shared, chooses))
+    return found
 
 
 def fewer(runner: Runner, x: torch.Tensor, ids: torch.Tensor) -> None:
@@ -109,7 +139,7 @@ def use_products() -> None:
     def rows(picked: Any, dtype: torch.dtype) -> torch.Tensor:
         return products.unpack_rows(picked, 0, picked.rows, dtype)
 
-    ops._linear, ops._moe, ops._rows = ops._linear_on_gpu, moe, rows
+    ops._linear, ops._moe, ops._rows, ops._few = ops._linear_on_gpu, moe, rows, ops._few_on_gpu
     torch.matmul = lambda x, w, out: out
     products._gpu = lambda x: products.Gpu(132, True, True)
 
@@ -120,7 +150,8 @@ def main() -> None:
     random.seed(0)
     held = layers()
     product_warmup.remember(held)
-    runners = [Runner(layer) for layer in held if isinstance(layer.quant_method, Glm5MoeMethod)]
+    routed_layers = [layer for layer in held if isinstance(layer.quant_method, Glm5MoeMethod)]
+    runners = [runner for layer in routed_layers for runner in runners_of(layer)]
     experts.fused.extend(weakref.ref(runner) for runner in runners)
 
     def steps() -> None:
@@ -129,7 +160,7 @@ def main() -> None:
                 step(layer, tokens, torch.bfloat16)
 
     prepared = [*product_warmup.launches(TOKENS, torch.bfloat16), *experts_warmup.launches(torch.bfloat16)]
-    print(json.dumps(launch_keys.compare(prepared, steps, "sum")))
+    print(json.dumps(launch_keys.compare(prepared, steps, "sum", "few")))
 
 
 if __name__ == "__main__":

@@ -63,12 +63,51 @@ def test_layers_are_fused_where_they_are_the_known_ones(report: Any) -> None:
     ]
 
 
+def test_few_tokens_have_the_shared_expert_among_their_own(report: Any) -> None:
+    """The kernels, interpreted, against vLLM's own runner and router; one token's experts are chosen by them."""
+    records = report["few"]
+    told = [(record["tokens"], record["launched"], record["chosen"]) for record in records]
+    assert told == [(1, 1, 1), (2, 1, 0), (5, 1, 0), (6, 0, 0)]
+    for record in records:
+        assert record["error"] <= 1e-5, record
+        assert record["watched"], record
+
+
+def test_only_a_shared_expert_like_the_routed_ones_is_among_them(report: Any) -> None:
+    assert report["slots"] == [
+        None,
+        "the shared expert is of another kind",
+        "the shared expert's weights are not ours",
+        "the shared expert has a bias",
+        "the shared expert is summed on its own",
+        "experts are dealt out to ranks",
+        "the shared expert has another shape than routed ones",
+    ]
+
+
+def test_only_what_the_known_router_would_choose_is_chosen_here(report: Any) -> None:
+    assert report["choices"] == [
+        None,
+        "experts are chosen by groups",
+        "experts are not chosen by sigmoids",
+        "experts' weights are no shares",
+        "experts have no bias in fp32",
+        "experts have no bias in fp32",
+        "the router's logits are not fp32",
+        "the router chooses shared experts",
+        "the router leaves out padding",
+        "experts are dealt out to ranks",
+        "experts are chosen by SimpleNamespace",
+    ]
+
+
 def test_the_runner_compiles_into_one_graph(report: Any) -> None:
     assert report["compiled"]
 
 
-def test_the_sum_is_prepared(report: Any) -> None:
-    assert report["prepared"] == ["sum"]
+def test_launches_are_prepared(report: Any) -> None:
+    """One token's, and those of more."""
+    assert report["prepared"] == ["sum", "few", "few"]
 
 
 def test_code_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
