@@ -90,6 +90,11 @@ def _long(n: int, supers: int, processors: int) -> bool:
     return n > 64 * processors and supers > 8
 
 
+def _one_of_short_rows(m: int, n: int, supers: int, processors: int) -> bool:
+    """Whether the rows of one token are as many as ONE_ALONE needs, and as short."""
+    return m == 1 and n > 32 * processors and 1 < supers <= 8
+
+
 def integer_linear_launch(m: int, n: int, supers: int, processors: int) -> Launch | None:
     """For y[m, n] of a weight that can be multiplied as integers; None where that is not worth it."""
     if _long(n, supers, processors):
@@ -109,7 +114,7 @@ def linear_launch(m: int, n: int, supers: int, processors: int, together: bool =
     """For y[m, n] with ``supers`` super-blocks along K."""
     if _long(n, supers, processors) and m <= 16:
         return LONG_FEW if m <= 8 else LONG_SOME
-    if m == 1 and n > 32 * processors and 1 < supers <= 8:
+    if _one_of_short_rows(m, n, supers, processors):
         return ONE_ALONE
     few = FEW_ALONE if n > 12 * processors else FEW_SPREAD
     some = SOME if n > 16 * processors else SOME_SPREAD
@@ -121,6 +126,8 @@ def pair_launch(m: int, n: int, supers: int, processors: int) -> Launch | None:
     """For two weights of ``n`` rows together; None where they are launches of their own."""
     if m > PAIR_TOKENS:
         return None
+    if _one_of_short_rows(m, n, supers, processors):
+        return ONE_ALONE
     few = FEW_ALONE if n > 32 * processors else FEW_SPREAD
     c = few if m <= 8 else SOME
     return _split(c, -(-m // c.bm) * -(-n // c.bn), supers, processors, LINEAR_PART)

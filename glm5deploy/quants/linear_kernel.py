@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from glm5deploy.kernels.chain import let_next_begin, wait_for_previous
+from glm5deploy.quants.ahead import ask_ahead
 from glm5deploy.quants.launch import MOST_PARTS as _MOST_PARTS
 from glm5deploy.quants.scales import DENSE, group_scale, group_tiles, has_minimum, load_scales
 from glm5deploy.quants.tile_product import add_super, load_x
@@ -55,12 +56,15 @@ def multiply_tile(
 
     parts fp32 [PARTS, M, width], from this weight's first column on.
     """
+    first, last = part * SUPERS // PARTS, (part + 1) * SUPERS // PARTS
+    ask_ahead(low, high, words, halves, first, last, i_n * BN, N, BN, FMT, CHAINED)
+    wait_for_previous(CHAINED)
     m = (i_m * BM + tl.arange(0, BM)).to(tl.int64)
     n = i_n * BN + tl.arange(0, BN)
     n_in = tl.minimum(n, N - 1)
     m_ok = m < M
     acc = tl.zeros([BN, BM], tl.float32)
-    for sb in tl.range(part * SUPERS // PARTS, (part + 1) * SUPERS // PARTS, num_stages=STAGES):
+    for sb in tl.range(first, last, num_stages=STAGES):
         xs = load_x(x + m * x_stride, sb, m_ok, K, EVEN, PTX, LATE)
         acc = add_super(acc, xs, low, high, words, halves, sb, n_in, N, FMT, EVEN, PTX, LATE, LATE)
     let_next_begin(CHAINED)
@@ -83,7 +87,6 @@ def linear_kernel(
     EVEN: tl.constexpr, PTX: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid (M tiles, N tiles, PARTS). parts fp32 [PARTS, M, N]; tickets int32 [tiles], zero between launches."""
-    wait_for_previous(CHAINED)
     i_m, i_n = tl.program_id(0), tl.program_id(1)
     ticket = tickets + i_n * tl.num_programs(0) + i_m
     multiply_tile(
@@ -102,11 +105,19 @@ def pair_kernel(
 
     Grid (M tiles, N tiles of both, PARTS). parts fp32 [PARTS, M, NA + NB]; tickets as in ``linear_kernel``.
     """
-    wait_for_previous(CHAINED)
     i_m, i_n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ticket = tickets + i_n * tl.num_programs(0) + i_m
     tiles = tl.cdiv(NA, BN)
-    if i_n < tiles:
+    first = i_n < tiles
+    if A == B:
+        # One body for both: two would be given shared memory of their own.
+        at = tl.where(first, 0, NA)
+        multiply_tile(
+            x, tl.where(first, al, bl), tl.where(first, ah, bh), tl.where(first, aw, bw), tl.where(first, a_s, bs),
+            y + at, parts + at, NA + NB, ticket, i_m, i_n - tl.where(first, 0, tiles), part, M, tl.where(first, NA, NB),
+            K, x_stride, y_stride, SUPERS, PARTS, A, BN, BM, STAGES, False, EVEN, PTX, CHAINED,
+        )  # fmt: skip
+    elif first:
         multiply_tile(
             x, al, ah, aw, a_s, y, parts, NA + NB, ticket, i_m, i_n, part,
             M, NA, K, x_stride, y_stride, SUPERS, PARTS, A, BN, BM, STAGES, False, EVEN, PTX, CHAINED,

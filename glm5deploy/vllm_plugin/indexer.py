@@ -90,9 +90,19 @@ class Glm5Indexer(nn.Module):
             head_dim=INDEX_KEY_BYTES, dtype=torch.uint8, prefix=f"{prefix}.k_cache", cache_config=cache_config
         )
 
-    def forward(self, hidden_states: torch.Tensor, qr: torch.Tensor, positions: torch.Tensor, rotary_emb: Any) -> None:
-        """hidden_states [T, hidden], qr [T, q rank], positions [T] -> topk_indices_buffer[:T], -1 padded."""
-        q = self.wq_b(qr)[0].view(-1, self.n_head, self.head_dim)
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        qr: torch.Tensor,
+        positions: torch.Tensor,
+        rotary_emb: Any,
+        q: torch.Tensor | None = None,
+    ) -> None:
+        """hidden_states [T, hidden], qr [T, q rank], positions [T] -> topk_indices_buffer[:T], -1 padded.
+
+        ``q`` [T, index heads * 128] is ``wq_b`` of ``qr`` where it has been computed; its tokens may lie apart.
+        """
+        q = (self.wq_b(qr)[0] if q is None else q).view(-1, self.n_head, self.head_dim)
         # vLLM's layer without quantisation is this product, too.
         both = (
             index_product.OP(hidden_states, self.wk_weights_proj.weight)

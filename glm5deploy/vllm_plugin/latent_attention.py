@@ -4,8 +4,8 @@ Between its first product and attention vLLM launches a norm of the query's late
 the store into the cache, and the product with W_UK. The setting ``glm5_fusion`` of vLLM's additional configuration says
 how much of it runs in kernels of this package: ``off`` nothing; ``latent`` both norms, the key's RoPE and the store, in
 one launch; ``query`` also the query's RoPE and W_UK, in one more; ``norms`` the same here, and more in front of it;
-``experts`` also, behind attention over few tokens, the combination of its parts and W_UV, in one. Numbers are rounded
-where vLLM rounds them.
+``experts`` also, of few tokens, the products that make queries and index queries of latents, in one, and behind
+attention the combination of its parts and W_UV, in one. Numbers are rounded where vLLM rounds them.
 
 The CPU engine, and a vLLM whose code is not the one that is replaced here, run vLLM's own layer.
 """
@@ -24,6 +24,7 @@ from vllm.utils.torch_utils import _encode_layer_name
 from glm5deploy.kernels.layout import LATENT_DIM, ROPE_DIM
 from glm5deploy.vllm_plugin import cpu, engine_config, latent_ops, replaced
 from glm5deploy.vllm_plugin.attention import Glm5SparseImpl
+from glm5deploy.vllm_plugin.linear_pair import LinearPair, pair_of
 from glm5deploy.vllm_plugin.norms import Glm5Norm
 
 logger = init_logger("vllm.glm5deploy")
@@ -40,6 +41,10 @@ class Glm5LatentAttention(MultiHeadLatentAttentionWrapper):
         if obstacle:
             logger.warning_once("vLLM's own operations run before attention: %s", obstacle)
             self.fusion = "off"
+        self.both_queries: LinearPair | None = None
+        # Adapters put another layer in a projection's place, which is looked up again only where it is called.
+        if engine_config.reaches(self.fusion, "experts") and get_current_vllm_config().lora_config is None:
+            self.both_queries = both_queries(self)
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
@@ -54,9 +59,13 @@ class Glm5LatentAttention(MultiHeadLatentAttentionWrapper):
         q_latent = latent_ops.latent_input(
             x, positions, cos_sin, norm.weight, self.kv_a_layernorm.weight, norm.variance_epsilon, layer
         )
-        q = self.q_b_proj(q_latent)[0].view(-1, self.num_heads, self.qk_head_dim)
+        if self.both_queries is not None:
+            q, index_q = self.both_queries(q_latent)
+        else:
+            q, index_q = self.q_b_proj(q_latent)[0], None
+        q = q.view(-1, self.num_heads, self.qk_head_dim)  # whose tokens lie apart where index queries are between them
         if self.indexer and not self.skip_topk:
-            self.indexer(hidden_states, q_latent, positions, self.indexer_rope_emb)
+            self.indexer(hidden_states, q_latent, positions, self.indexer_rope_emb, index_q)
         self.mla_attn.impl.record_logical_topk_ready()
         out = q.new_empty((hidden_states.shape[0], self.num_heads * self.v_head_dim))
         if engine_config.reaches(self.fusion, "query"):
@@ -69,6 +78,13 @@ class Glm5LatentAttention(MultiHeadLatentAttentionWrapper):
             key, key_rope = x[:, self.q_lora_rank :].split([LATENT_DIM, ROPE_DIM], dim=-1)
             torch.ops.vllm.unified_mla_attention_with_output(q, key, key_rope.unsqueeze(1), out, layer)
         return self.o_proj(out)[0]  # type: ignore[no-any-return]
+
+
+def both_queries(layer: Any) -> LinearPair | None:
+    """The products that make queries and index queries of latents, where a layer selects and both can be one."""
+    if layer.indexer is None or layer.skip_topk:
+        return None
+    return pair_of(layer.q_b_proj, layer.indexer.wq_b)
 
 
 def why_not(layer: Any) -> str | None:

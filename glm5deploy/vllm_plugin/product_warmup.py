@@ -19,6 +19,7 @@ from glm5deploy.kernels.prepare import Launch, first_of_each
 from glm5deploy.quants import products
 from glm5deploy.quants.planes import Planes
 from glm5deploy.vllm_plugin import quantised_ops as ops
+from glm5deploy.vllm_plugin.linear_pair import pairs
 from glm5deploy.vllm_plugin.quantised_linear import Glm5EmbeddingMethod, PlaneParameters
 from glm5deploy.vllm_plugin.quantised_moe import Glm5MoeMethod
 
@@ -35,13 +36,16 @@ def remember(layers: Iterable[nn.Module]) -> None:
 
 
 def launches(max_tokens: int, dtype: torch.dtype) -> list[Launch]:
-    """For the remembered layers, activations of ``dtype`` and steps of 1 to ``max_tokens`` tokens."""
+    """For remembered layers and pairs of layers, activations of ``dtype``, and steps of 1 to ``max_tokens`` tokens."""
     kinds: dict[Hashable, Any] = {}
     for reference in _layers:
         layer = reference()
         if layer is not None:
             kinds.setdefault(_kind(layer), layer)
-    return [launch for layer in kinds.values() for launch in _of_layer(layer, max_tokens, dtype)]
+    found = [launch for layer in kinds.values() for launch in _of_layer(layer, max_tokens, dtype)]
+    for pair in {pair.spec: pair for pair in pairs()}.values():
+        found += _linear(pair.tensors(), pair.spec, pair.planes(), max_tokens, dtype)
+    return found
 
 
 def _kind(layer: Any) -> Hashable:

@@ -12,14 +12,8 @@ from tests.support.compiling import compiling
 # KiB of shared memory a program may have (CUDA programming guide, "Technical Specifications per Compute Capability")
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99}
 CASES = ("linear:Q4_K:64", "linear:Q4_K:16", "short:Q5_K:16", "one:Q5_K:1", "long:Q6_K:1", "long:Q6_K:16")
-CASES += (
-    "linear:Q6_K:1",
-    "pair:Q5_K,Q8_0:1",
-    "queries:Q8_0,Q5_K:1",
-    "gate_up:Q5_K,Q4_K:1",
-    "gate_up:Q5_K,Q4_K:64",
-    "down:Q6_K:1",
-)
+CASES += ("linear:Q6_K:1", "pair:Q5_K,Q8_0:1", "queries:Q8_0,Q8_0:1", "queries:Q8_0,Q8_0:16")
+CASES += ("gate_up:Q5_K,Q4_K:1", "gate_up:Q5_K,Q4_K:64", "down:Q6_K:1")
 CASES += ("down:Q6_K:2048",)
 # Kernels that are chained where a GPU can
 CHAINED = ("linear", "short", "one", "long", "pair", "queries", "gate_up", "down")

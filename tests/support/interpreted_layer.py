@@ -27,18 +27,21 @@ import glm5deploy.vllm_plugin
 from glm5deploy.kernels import attention, index_input, latent_input, query_input, row_product
 from glm5deploy.kernels.warmup import Serving
 from glm5deploy.vllm_plugin import device, engine_config, host, selection
-from glm5deploy.vllm_plugin.latent_attention import Glm5LatentAttention, why_not
+from glm5deploy.vllm_plugin.latent_attention import Glm5LatentAttention, both_queries, why_not
 from glm5deploy.vllm_plugin.metadata import SparseMetadataBuilder
 from tests.support.built_model import load, single_rank
 
 BLOCK, BLOCKS, PADDING = 64, 4, 2
 # Queries and contexts of two requests, and the blocks that each of them has.
-STEPS = (((70, 5), (70, 5)), ((1, 1), (71, 6)))
+Steps = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+STEPS: Steps = (((70, 5), (70, 5)), ((1, 1), (71, 6)))
 FUSIONS = engine_config.FUSIONS[1:]
 TABLE = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
 
 
-def step(config: Any, queries: tuple[int, ...], contexts: tuple[int, ...]) -> tuple[Any, torch.Tensor, torch.Tensor]:
+def step(
+    config: Any, queries: tuple[int, ...], contexts: tuple[int, ...], padding: int = PADDING
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """Metadata of a step, and positions and slots [T] of its tokens with padding behind them."""
     where = [(r, p) for r, n in enumerate(queries) for p in range(contexts[r] - n, contexts[r])]
     slots = [int(TABLE[r, p // BLOCK]) * BLOCK + p % BLOCK for r, p in where]
@@ -59,15 +62,25 @@ def step(config: Any, queries: tuple[int, ...], contexts: tuple[int, ...]) -> tu
     metadata, same = several.build(0, common), one.build(0, common)
     assert torch.equal(same.request_of_token, metadata.request_of_token)
     assert torch.equal(same.lengths, metadata.lengths)
-    return metadata, torch.tensor([p for _, p in where] + [0] * PADDING), torch.tensor(slots + [-1] * PADDING)
+    return metadata, torch.tensor([p for _, p in where] + [0] * padding), torch.tensor(slots + [-1] * padding)
 
 
-def run(config: Any, layer: Glm5LatentAttention, fusion: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs of both steps, the latent cache after them, and what was selected in the last."""
+def run(
+    config: Any,
+    layer: Glm5LatentAttention,
+    fusion: str,
+    steps: Steps = STEPS,
+    padding: int = PADDING,
+    first: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Outputs of all steps, the latent cache after them, and what was selected in the last.
+
+    ``first`` is how the first step runs where it is not ``fusion``, too.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
 
-    fuse(layer, fusion)
+    fuse(layer, first or fusion)
     names = [layer.mla_attn.layer_name]
     layer.mla_attn.kv_cache = torch.full((BLOCKS, BLOCK, 576), torch.nan)
     if layer.indexer is not None:
@@ -75,21 +88,23 @@ def run(config: Any, layer: Glm5LatentAttention, fusion: str) -> tuple[torch.Ten
         names.append(layer.indexer.k_cache.prefix)
     generator = torch.Generator().manual_seed(7)
     outputs = []
-    for queries, contexts in STEPS:
-        metadata, positions, slots = step(config, queries, contexts)
+    for queries, contexts in steps:
+        metadata, positions, slots = step(config, queries, contexts, padding)
         hidden = torch.randn(len(positions), layer.hidden_size, generator=generator)
         context = set_forward_context(
             dict.fromkeys(names, metadata), config, slot_mapping=dict.fromkeys(names, slots), num_tokens=len(positions)
         )
         with set_current_vllm_config(config), context, torch.inference_mode():
-            outputs.append(layer(positions, hidden)[:-PADDING])
-    selected = layer.mla_attn.impl.topk_indices_buffer[: sum(STEPS[-1][0])].clone()
+            outputs.append(layer(positions, hidden)[: sum(queries)])
+        fuse(layer, fusion)
+    selected = layer.mla_attn.impl.topk_indices_buffer[: sum(steps[-1][0])].clone()
     return torch.cat(outputs), layer.mla_attn.kv_cache, selected
 
 
 def fuse(layer: Glm5LatentAttention, fusion: str) -> None:
     """Run the layer's operations as on a GPU with this setting, as far as kernels take the place of others in it."""
     layer.fusion = fusion
+    layer.both_queries = both_queries(layer) if engine_config.reaches(fusion, "experts") else None
     if layer.indexer is not None:
         layer.indexer.own_product = engine_config.reaches(fusion, "experts")
     kernels = SimpleNamespace(**vars(host))

@@ -1,8 +1,9 @@
 """Does warm-up launch every variant of the products? ``python -m tests.vllm_plugin.product_keys``.
 
 Prints what :func:`tests.support.launch_keys.compare` found over layers of many types and shapes, as JSON, had sums with
-a shared expert, and few tokens' launches with one, been left out; runners of experts with fewer launches are among the
-layers. A process of its own: the tests' process interprets kernels. Nothing is computed, cuBLAS's part neither.
+a shared expert, and few tokens' launches with one, been left out; runners of experts with fewer launches and pairs of
+layers are among them. A process of its own: the tests' process interprets kernels. Nothing is computed, cuBLAS's part
+neither.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 from glm5deploy.quants import launch, products
 from glm5deploy.vllm_plugin import experts, experts_warmup, product_warmup
 from glm5deploy.vllm_plugin import quantised_ops as ops
+from glm5deploy.vllm_plugin.linear_pair import LinearPair
 from glm5deploy.vllm_plugin.quantised_linear import Glm5EmbeddingMethod, Glm5LinearMethod, PlaneParameters
 from glm5deploy.vllm_plugin.quantised_modules import Module
 from glm5deploy.vllm_plugin.quantised_moe import Glm5MoeMethod
@@ -130,6 +132,13 @@ def fewer(runner: Runner, x: torch.Tensor, ids: torch.Tensor) -> None:
     runner.routed_experts.quant_method.sum(runner.routed_experts, x, torch.rand(ids.shape), ids, lambda: beside)
 
 
+def two() -> list[LinearPair]:
+    """Queries and index queries on one of eight ranks, of one type and of two; and layers that are a pair elsewhere."""
+    shapes = ((("Q8_0", 2048, 2048), ("Q8_0", 4096, 2048)), (("Q6_K", 2048, 2048), ("Q5_K", 4096, 2048)))
+    odd = (("Q4_0", 200, 96), ("Q8_0", 72, 96))
+    return [LinearPair(*(Layer(Glm5LinearMethod, part) for part in parts)) for parts in (*shapes, odd)]
+
+
 def use_products() -> None:
     """Operations on a CPU take the GPU's way."""
 
@@ -154,10 +163,14 @@ def main() -> None:
     runners = [runner for layer in routed_layers for runner in runners_of(layer)]
     experts.fused.extend(weakref.ref(runner) for runner in runners)
 
+    together = two()
+
     def steps() -> None:
-        for layer in held:
-            for tokens in (*range(1, 70), *random.sample(range(70, TOKENS), 30), TOKENS):
+        for tokens in (*range(1, 70), *random.sample(range(70, TOKENS), 30), TOKENS):
+            for layer in held:
                 step(layer, tokens, torch.bfloat16)
+            for pair in together:
+                pair(torch.zeros(tokens, pair.planes()[0].columns, dtype=torch.bfloat16))
 
     prepared = [*product_warmup.launches(TOKENS, torch.bfloat16), *experts_warmup.launches(torch.bfloat16)]
     print(json.dumps(launch_keys.compare(prepared, steps, "sum", "few")))

@@ -14,14 +14,23 @@ from typing import Any
 import pytest
 
 from glm5deploy.vllm_plugin import replaced
-from glm5deploy.vllm_plugin.engine_config import FUSIONS, fusion, reaches
+from glm5deploy.vllm_plugin.engine_config import FUSIONS, chained, fusion, reaches
 from tests.vllm_plugin.conftest import Run
 
 
 @pytest.fixture(scope="module")
 def report(model_folder: Callable[[Run], Path]) -> Any:
-    folder = model_folder(Run("B-Q8"))
-    command = [sys.executable, "-m", "tests.support.interpreted_layer", str(folder)]
+    return interpreted("interpreted_layer", model_folder(Run("B-Q8")))
+
+
+@pytest.fixture(scope="module")
+def queries(model_folder: Callable[[Run], Path]) -> Any:
+    """Both weights that multiply a query's latents are of one type in the first set, of two in the second."""
+    return interpreted("interpreted_queries", model_folder(Run("B-Q8")), model_folder(Run("A")))
+
+
+def interpreted(module: str, *folders: Path) -> Any:
+    command = [sys.executable, "-m", f"tests.support.{module}", *map(str, folders)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     child = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert child.returncode == 0, child.stderr[-3000:]
@@ -48,6 +57,24 @@ def launches(record: Any) -> dict[str, int]:
     if reaches(record["fusion"], "experts"):
         expected |= {"values": 1, "slots": 2} | ({"index": 2, "product": 1} if record["indexer"] else {})
     return expected
+
+
+@pytest.mark.slow
+def test_queries_and_index_queries_of_few_tokens_are_one_product(queries: Any) -> None:
+    steps = queries["steps"]
+    assert [step["types"] for step in steps] == [["Q8_0", "Q8_0"]] * 4 + [["Q6_K", "Q5_K"]] * 4
+    assert [step["tokens"] for step in steps] == [1, 3, 16, 17] * 2
+    for step in steps:
+        assert step["launched"] == int(step["tokens"] <= 16), step
+        assert step["tokens"] == 1 or step["strides"] == [0, 0], step
+        assert step["outputs"] <= 2e-6, step
+        assert step["cache"] <= 1e-6, step
+        assert step["selected"] == 0, step
+
+
+@pytest.mark.slow
+def test_layers_of_other_kinds_multiply_apart(queries: Any) -> None:
+    assert queries["paired"] == [True] + [False] * 6
 
 
 def test_cache_rows_are_looked_up_once_for_a_selection(report: Any) -> None:
@@ -102,6 +129,13 @@ def test_the_setting(settings: Any, chosen: str) -> None:
     assert fusion(SimpleNamespace(additional_config=settings)) == chosen
 
 
+@pytest.mark.parametrize(("settings", "chosen"), [({}, True), ({"glm5_chained": False}, False), (object(), True)])
+def test_whether_launches_are_chained(settings: Any, chosen: bool) -> None:
+    assert chained(SimpleNamespace(additional_config=settings)) is chosen
+
+
 def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be true or false, not 'no'"):
+        chained(SimpleNamespace(additional_config={"glm5_chained": "no"}))
     with pytest.raises(ValueError, match="must be one of off, latent, query, norms, experts, not 'all'"):
         fusion(SimpleNamespace(additional_config={"glm5_fusion": "all"}))
