@@ -1,6 +1,6 @@
-"""A decoded token's way through several layers' products, each waiting for the one before, in one CUDA graph.
+"""A decoded token's way through several layers, each launch waiting for the one before, in one CUDA graph.
 
-Attention, norms and routing are left out; experts are chosen beforehand.
+The launches of a routed layer that has no indexer, as they are served.
 """
 
 from __future__ import annotations
@@ -11,75 +11,108 @@ from functools import partial
 
 import torch
 
+from glm5deploy.kernels import chain
+from glm5deploy.kernels.add_norm import add_norm
+from glm5deploy.kernels.attention import sparse_mla_values
+from glm5deploy.kernels.latent_input import latent_input
+from glm5deploy.kernels.layout import LATENT_DIM, QK_DIM, ROPE_DIM
 from glm5deploy.kernels.measure import graph_time
-from glm5deploy.quants import products
+from glm5deploy.kernels.query_input import query_input
+from glm5deploy.kernels.row_product import row_product
+from glm5deploy.quants import few_tokens, products
 from glm5deploy.quants.planes import Planes
-from quant_speed import cases, decode
+from glm5deploy.quants.token_experts import Choice, Shared
+from quant_speed import cases
 
-LAYERS = 8
-MODES = ("two launches", "one launch")  # for q_a and kv_a
+LAYERS, HEADS, NOPE, VALUES, RANK, SELECTED, POSITIONS = 8, 8, 192, 256, 2048, 2048, 4096
+MODES = ("one by one", "chained")
+REPLAYS = 20
 _WEIGHTS = {
-    "q_a": ("Q5_K", 2048, 6144), "kv_a": ("Q8_0", 576, 6144), "q_b": ("Q8_0", 2048, 2048), "o": ("Q5_K", 6144, 2048),
-    "gate, up": ("Q5_K", 512, 6144), "down": ("Q6_K", 6144, 256),
+    "q_a": ("Q5_K", RANK, 6144), "kv_a": ("Q8_0", QK_DIM, 6144), "q_b": ("Q8_0", HEADS * (NOPE + ROPE_DIM), RANK),
+    "o": ("Q5_K", 6144, HEADS * VALUES), "gate, up": ("Q5_K", 512, 6144), "down": ("Q6_K", 6144, 256),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's linear weights, and the experts that the token goes to."""
+    """One layer's weights and its latent cache."""
 
-    weights: dict[str, Planes]
-    ids: torch.Tensor
-    share: torch.Tensor
+    planes: dict[str, Planes]
+    norms: tuple[torch.Tensor, ...]
+    key_up: torch.Tensor  # W_UK [H, NOPE, 512]
+    value_up: torch.Tensor  # W_UV [H, 512, V], in memory [H, V, 512]
+    router: torch.Tensor
+    bias: torch.Tensor
+    cache: torch.Tensor
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=cases.DEVICE).mul(shape[-1] ** -0.5).bfloat16()
 
 
 def layers() -> list[Layer]:
     found = []
     for _ in range(LAYERS):
-        weights = {what: cases.weights(*shape).planes for what, shape in _WEIGHTS.items()}
-        call = cases.routed(1, 1)[0]
-        found.append(Layer(weights, call.ids, call.share / call.share.sum()))
+        planes = {what: cases.weights(*shape).planes for what, shape in _WEIGHTS.items()}
+        norms = tuple(torch.ones(n, device=cases.DEVICE).bfloat16() for n in (6144, RANK, LATENT_DIM, 6144))
+        up = _normal(HEADS, NOPE, LATENT_DIM), _normal(HEADS, VALUES, LATENT_DIM).transpose(1, 2)
+        router, bias = _normal(cases.EXPERTS, 6144).float(), torch.rand(cases.EXPERTS, device=cases.DEVICE) * 0.1
+        found.append(Layer(planes, norms, *up, router, bias, _normal(POSITIONS // 64, 64, QK_DIM)))
     return found
 
 
-def _level(x: torch.Tensor) -> torch.Tensor:
-    """Numbers of size one again, as a norm would make them."""
-    return torch.nn.functional.rms_norm(x, x.shape[-1:])
-
-
-def run(x: torch.Tensor, stack: list[Layer], experts: tuple[Planes, ...], mode: str) -> torch.Tensor:
+def run(x: torch.Tensor, stack: list[Layer], experts: tuple[Planes, ...]) -> torch.Tensor:
     """[1, HIDDEN] to the same, through every layer."""
+    place = torch.full((1,), POSITIONS - 1, device=x.device)
+    cos_sin = torch.ones((POSITIONS, ROPE_DIM), device=x.device).bfloat16()
+    slots = torch.arange(SELECTED, device=x.device, dtype=torch.int32)[None] * 2 + 1
+    total, part = x, torch.zeros_like(x)
     for layer in stack:
-        w = layer.weights
-        pair = w["q_a"], w["kv_a"]
-        both = decode.call_linear(_level(x), pair, decode.linear_variants(pair, (2048, 576), 1)[mode])
-        x = _level(products.linear(products.linear(_level(both[:, :2048]), w["q_b"]), w["o"]))
-        hidden = _level(products.linear(x, w["gate, up"])[:, 256:])
-        x = products.linear(hidden, w["down"]) + products.moe(x, *experts, layer.ids, layer.share)
-    return x
+        w, norms = layer.planes, layer.norms
+        hidden, total = add_norm(part, total, norms[0], 1e-5)
+        latents = products.linear_pair(hidden, w["q_a"], w["kv_a"])
+        query = latent_input(latents, norms[1], norms[2], 1e-5, place, cos_sin, place, layer.cache)
+        q = products.linear(query, w["q_b"]).view(1, HEADS, NOPE + ROPE_DIM)
+        both = query_input(q, layer.key_up, place, cos_sin)
+        values = q.new_empty((1, HEADS, VALUES))
+        sparse_mla_values(both, layer.cache.view(-1, QK_DIM), slots, None, 0.06, layer.value_up, values)
+        hidden, total = add_norm(products.linear(values.view(1, -1), w["o"]), total, norms[3], 1e-5)
+        logits = row_product(hidden, layer.router)
+        shared = Shared((w["gate, up"],), w["down"])
+        part = few_tokens.few(hidden, *experts, shared, Choice(logits, layer.bias, cases.TOPK, 2.5))
+    return add_norm(part, total, stack[0].norms[0], 1e-5)[0]
 
 
 def times(names: tuple[str, str, str]) -> Iterator[tuple[str, float, bool]]:
-    """Mode, microseconds a layer, and whether a graph gives what single launches gave, every bit."""
+    """Mode, microseconds a layer, and whether graphs give what launches one by one gave, every bit."""
     stack, experts = layers(), tuple(w.planes for w in cases.expert_weights(names))
-    x, other = cases.activations(1, cases.HIDDEN), cases.activations(1, cases.HIDDEN)
-    for mode in MODES:
-        same = all(_same(run(start, stack, experts, mode), start, stack, experts, mode) for start in (x, other))
-        yield mode, graph_time([partial(run, x, stack, experts, mode)], 10, 2) / LAYERS, same
+    starts = [cases.activations(1, cases.HIDDEN) for _ in range(2)]
+    try:
+        chain.allow(False)
+        expected = [run(x, stack, experts) for x in starts]
+        for mode in MODES:
+            chain.allow(mode == "chained")
+            same = _same(expected, starts, stack, experts)
+            yield mode, graph_time([partial(run, starts[0], stack, experts)], 10, 2) / LAYERS, same
+    finally:
+        chain.allow(True)
 
 
-def _same(expected: torch.Tensor, x: torch.Tensor, stack: list[Layer], experts: tuple[Planes, ...], mode: str) -> bool:
-    """Replays of a graph, with other numbers in memory before each, against ``expected``."""
-    start = torch.zeros_like(x)
-    run(start, stack, experts, mode)
+def _same(
+    expected: list[torch.Tensor], starts: list[torch.Tensor], stack: list[Layer], experts: tuple[Planes, ...]
+) -> bool:
+    """Replays of a graph one right behind the other, with other numbers in turn, against ``expected``."""
+    start = torch.zeros_like(starts[0])
+    run(start, stack, experts)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = run(start, stack, experts, mode)
-    equal = True
-    for _ in range(5):
-        start.normal_()
+        out = run(start, stack, experts)
+    found = []
+    for replay in range(REPLAYS):
+        start.copy_(starts[replay % 2])
         graph.replay()
-        start.copy_(x)
-        graph.replay()
-        equal &= torch.equal(out, expected)
-    return equal
+        found.append(out.clone())
+    return all(bool(e.isfinite().all()) for e in expected) and all(
+        torch.equal(value, expected[replay % 2]) for replay, value in enumerate(found)
+    )
