@@ -1,4 +1,7 @@
-"""The product of few rows with a dense weight of a few megabytes, whose launch takes longer than its bytes."""
+"""The product of few rows with a dense weight of a few megabytes, whose launch takes longer than its bytes.
+
+Index keys and head weights with a weight of the model's type, a router's logits with one of fp32.
+"""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
@@ -12,6 +15,8 @@ from glm5deploy.kernels.layout import require, row_tile
 
 MOST_TOKENS = 8
 """Rows of x at most: each program reads all of them."""
+ROUTER_TOKENS = 2
+"""Rows of a router's product that are worth it."""
 WARPS = 8
 
 
@@ -54,16 +59,17 @@ def row_product_kernel(
 
 
 def row_product(x: torch.Tensor, weight: torch.Tensor, warps: int = WARPS) -> torch.Tensor:
-    """x [T, K] times weight [N, K], contiguous and of one type, T <= :data:`MOST_TOKENS` -> [T, N] of that type.
+    """x [T, K] times weight [N, K], both contiguous, T <= :data:`MOST_TOKENS` -> [T, N] of the weight's type.
 
-    Summed in fp32 and rounded once, as cuBLAS does; the order of the sum is another.
+    The weight is of x's type or fp32. Summed in fp32 and rounded once, as cuBLAS does; the order of the sum is another.
     """
     tokens, width = x.shape
     outputs = weight.shape[0]
     require(weight.shape == (outputs, width), f"weight must be [N, {width}]")
-    require(x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype, "both contiguous, of one type")
+    require(x.is_contiguous() and weight.is_contiguous(), "both must be contiguous")
+    require(weight.dtype in (x.dtype, torch.float32), f"weight must be of x's type, {x.dtype}, or fp32")
     require(tokens <= MOST_TOKENS, f"at most {MOST_TOKENS} rows, not {tokens}")
-    out = x.new_empty((tokens, outputs))
+    out = weight.new_empty((tokens, outputs))
     rows, columns = row_tile(width, warps)
     if tokens:
         row_product_kernel[(triton.cdiv(outputs, 2),)](

@@ -58,6 +58,7 @@ class Serving:
     query_nope: int = 0  # dimensions of a head beside RoPE where `query_input` absorbs them
     width: int = 0  # of hidden states, where `add_norm` takes them and `step_tokens` the step's bookkeeping
     values: int = 0  # values of a head where `sparse_mla_values` multiplies with W_UV
+    experts: int = 0  # whose router's logits come from `row_product`
     index_at_once: bool = False  # index queries and keys come from `row_product` and `index_input`
 
     def latent_block(self, device: torch.device) -> torch.Tensor:

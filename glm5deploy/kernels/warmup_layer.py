@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from glm5deploy.kernels.latent_input import latent_input
 from glm5deploy.kernels.layout import INDEX_DIM, LATENT_DIM, QK_DIM
 from glm5deploy.kernels.prepare import Launch
 from glm5deploy.kernels.query_input import MOST_TOKENS, query_input
+from glm5deploy.kernels.slots import Lookup
 from glm5deploy.kernels.step_tokens import step_tokens
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 def launches(serving: Serving, device: torch.device) -> Iterator[Launch]:
     yield from _inputs(serving, device)
     yield from _norms(serving, device)
-    yield from _index_products(serving, device)
+    yield from _row_products(serving, device)
     if serving.width:
         yield Launch(("step tokens",), partial(_step_tokens, device))
 
@@ -39,17 +41,20 @@ def _inputs(serving: Serving, device: torch.device) -> Iterator[Launch]:
         norms = weights[: serving.query_rank].clone(), weights[serving.query_rank :].clone()
         latent_input(x, *norms, 1e-5, positions[:1], angles, positions[:1], serving.latent_block(device))
 
-    def queries(tokens: int) -> None:
+    def queries(tokens: int, topk: int) -> None:
         width = serving.query_nope + QK_DIM - LATENT_DIM
         q = torch.zeros((tokens, serving.heads, width), dtype=serving.dtype, device=device)
         weight = torch.zeros((serving.heads, serving.query_nope, LATENT_DIM), dtype=serving.dtype, device=device)
-        query_input(q, weight, positions[:tokens], angles)
+        selected, counts = torch.zeros((tokens, topk), dtype=torch.int32, device=device), positions[:tokens].int()
+        found = selected.clone(), counts.clone()
+        lookup = Lookup(selected, counts, counts[:1, None], serving.block_size, *found, serving.block_size)
+        query_input(q, weight, positions[:tokens], angles, lookup if topk else None)
 
     if serving.query_rank:
         yield Launch(("layer input", "latents"), latents)
     if serving.query_nope:
-        for tokens in (1, MOST_TOKENS + 1):
-            yield Launch(("layer input", "queries", tokens), partial(queries, tokens))
+        for tokens, topk in product((1, MOST_TOKENS + 1), (0, serving.topk) if serving.values else (0,)):
+            yield Launch(("layer input", "queries", tokens, topk), partial(queries, tokens, topk))
 
 
 def _norms(serving: Serving, device: torch.device) -> Iterator[Launch]:
@@ -69,14 +74,18 @@ def _step_tokens(device: torch.device) -> None:
     step_tokens(starts, starts[1:], request, length.clone())
 
 
-def _index_products(serving: Serving, device: torch.device) -> Iterator[Launch]:
-    """Index keys and head weights from hidden states, for every number of rows that a program rounds tokens up to."""
+def _row_products(serving: Serving, device: torch.device) -> Iterator[Launch]:
+    """Index keys and head weights, and routers' logits, for every number of rows that a program rounds tokens up to."""
 
-    def multiply(tokens: int) -> None:
+    def multiply(tokens: int, outputs: int, dtype: torch.dtype) -> None:
         x = torch.zeros((tokens, serving.width), dtype=serving.dtype, device=device)
-        outputs = INDEX_DIM + serving.index_heads
-        row_product.row_product(x, torch.zeros((outputs, serving.width), dtype=serving.dtype, device=device))
+        row_product.row_product(x, torch.zeros((outputs, serving.width), dtype=dtype, device=device))
 
-    if serving.index_at_once and serving.width:
-        for tokens in (2**i for i in range(row_product.MOST_TOKENS.bit_length())):
-            yield Launch(("index product", tokens), partial(multiply, tokens))
+    most = row_product.MOST_TOKENS if serving.index_at_once and serving.width else 0
+    for tokens in (2**i for i in range(most.bit_length())):
+        yield Launch(
+            ("index product", tokens), partial(multiply, tokens, INDEX_DIM + serving.index_heads, serving.dtype)
+        )
+    most = row_product.ROUTER_TOKENS if serving.experts and serving.width else 0
+    for tokens in (2**i for i in range(most.bit_length())):
+        yield Launch(("router", tokens), partial(multiply, tokens, serving.experts, torch.float32))

@@ -164,6 +164,7 @@ def _reserve(vllm_config: Any, config: Any) -> None:
             query_nope=config.qk_nope_head_dim if engine_config.reaches(fusion, "query") else 0,
             width=config.hidden_size if engine_config.reaches(fusion, "norms") else 0,
             values=config.v_head_dim if engine_config.reaches(fusion, "experts") else 0,
+            experts=config.n_routed_experts if engine_config.reaches(fusion, "experts") else 0,
             index_at_once=engine_config.reaches(fusion, "experts"),
         ),
         torch.device("cuda"),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE, GateLinear, GlmMoeDsaForCausalLM
@@ -25,6 +28,23 @@ class Fp32GateLinear(GateLinear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "params_dtype": torch.float32, "out_dtype": torch.float32})
+
+        level = engine_config.fusion(get_current_vllm_config())
+        self.own_product = (
+            engine_config.reaches(level, "experts")
+            and not (cpu.is_cpu() or envs.VLLM_BATCH_INVARIANT)
+            and type(self.quant_method) is UnquantizedLinearMethod
+            and self.bias is None
+        )
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """x [T, hidden] -> logits fp32 [T, experts]; a token or two do not wait long enough for vLLM's product."""
+        if self.own_product and x.is_cuda and x.is_contiguous():
+            from glm5deploy.kernels.row_product import ROUTER_TOKENS, row_product
+
+            if x.shape[0] <= ROUTER_TOKENS:
+                return self._return(row_product(x, self.weight))
+        return super().forward(x)
 
     def _register_ll_fp32w_warmup(self) -> None:
         """Before it serves, vLLM 0.33 compiles a router product for every step of up to 32 tokens and activations of

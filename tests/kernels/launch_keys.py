@@ -20,8 +20,8 @@ from glm5deploy.kernels.index_input import index_input
 from glm5deploy.kernels.latent_cache import store_latent
 from glm5deploy.kernels.latent_input import latent_input
 from glm5deploy.kernels.query_input import query_input
-from glm5deploy.kernels.row_product import MOST_TOKENS, row_product
-from glm5deploy.kernels.slots import slots_from_positions
+from glm5deploy.kernels.row_product import MOST_TOKENS, ROUTER_TOKENS, row_product
+from glm5deploy.kernels.slots import Lookup, slots_from_positions
 from glm5deploy.kernels.step_tokens import step_tokens
 from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
 from glm5deploy.kernels.warmup import Serving, launches
@@ -32,7 +32,7 @@ BLOCK = 64
 LONG = 40_000
 STEPS = 40
 # What `Serving` needs for all launches that stand in for vLLM's, with the sizes of GLM-5.
-FUSED = {"query_rank": 2048, "query_nope": 192, "values": 256, "index_at_once": True, "width": 6144}
+FUSED = {"query_rank": 2048, "query_nope": 192, "values": 256, "index_at_once": True, "width": 6144, "experts": 256}
 
 
 def step(serving: Serving, tokens: int, width: int, next_n: int) -> None:
@@ -94,11 +94,20 @@ def before_attention(serving: Serving, slots: torch.Tensor, cache: torch.Tensor)
     latent_input(latents, *norms, 1e-5, slots, angles, slots[random.randint(0, tokens) :], cache)
     q = torch.zeros(tokens, serving.heads, serving.query_nope + 64, dtype=kind)
     both = torch.zeros(serving.heads, serving.query_nope + 256, 512, dtype=kind)
-    query_input(q, both[:, : serving.query_nope], slots, angles)
+    query_input(q, both[:, : serving.query_nope], slots, angles, random.choice((None, lookup(serving, tokens))))
     between = torch.zeros(2, tokens, serving.width, dtype=kind)
     hidden = between[0, :MOST_TOKENS]
     row_product(hidden, torch.zeros(128 + serving.index_heads, serving.width, dtype=kind))
+    row_product(hidden[:ROUTER_TOKENS], torch.zeros(serving.experts, serving.width))
     add_norm(between[0], random.choice((between[1], None)), torch.ones(serving.width, dtype=kind), 1e-5)
+
+
+def lookup(serving: Serving, tokens: int) -> Lookup:
+    """Of as many tokens, whose requests have any number of blocks and lie anywhere in the step's."""
+    first = random.randint(0, 3)
+    found, counts = torch.zeros(tokens, serving.topk, dtype=torch.int32), torch.zeros(tokens + first, dtype=torch.int32)
+    table = torch.zeros(1, random.randint(9, 99), dtype=torch.int32)
+    return Lookup(found, counts[first:], table, BLOCK, found.clone(), counts[first:], random.choice((64, 128)))
 
 
 def score(

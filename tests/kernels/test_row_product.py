@@ -38,11 +38,18 @@ def test_half_precision_is_rounded_once() -> None:
     assert row_product(x, weight).tolist() == [[2112.0] * 4]
 
 
+def test_logits_of_a_router_are_of_its_weights_type() -> None:
+    """A weight of 1 + 2^-12 is none of fp16; the sum, 64 of them, is no number of it either."""
+    logits = row_product(torch.ones(2, 64).half(), torch.full((4, 64), 1 + 2**-12))
+    assert logits.dtype == torch.float32
+    assert logits.tolist() == [[64 + 2**-6] * 4] * 2
+
+
 def test_what_does_not_fit_is_refused() -> None:
     x, weight = torch.randn(2, 64), torch.randn(4, 64)
     for wrong, words in (
         ((x, weight[:, :32]), "weight must be"),
-        ((x, weight.half()), "of one type"),
+        ((x, weight.half()), "of x's type, torch.float32, or fp32"),
         ((x[:, ::2], weight[:, :32]), "contiguous"),
         ((torch.randn(MOST_TOKENS + 1, 64), weight), "at most"),
     ):
