@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from glm5deploy.kernels.chain import let_next_begin, wait_for_previous
 from glm5deploy.quants.moe_kernel import sort_expert
 
 
@@ -39,21 +40,27 @@ def _fit_rows(block, x, fitted, sums, scales, R, K, x_stride, ROWS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["R"])
-def fit_kernel(x, fitted, sums, scales, R, K, x_stride, ROWS: tl.constexpr, SUPERS: tl.constexpr):
+def fit_kernel(
+    x, fitted, sums, scales, R, K, x_stride, ROWS: tl.constexpr, SUPERS: tl.constexpr, CHAINED: tl.constexpr
+):
     """Rows of x [R, K] as fp16 ``fitted`` [R, K], tiles of 16 with an odd number a sixteenth. Grid (R / ROWS).
 
     sums fp16 [R, K / 256, 32]: of a super-block's sixteen tiles, then what rounding these to fp16 took off.
     scales fp32 [R]: what undoes a row's scaling. SUPERS: K / 256 or the next power of two.
     """
+    wait_for_previous(CHAINED)
+    let_next_begin(CHAINED)
     _fit_rows(tl.program_id(0), x, fitted, sums, scales, R, K, x_stride, ROWS, SUPERS)
 
 
 @triton.jit(do_not_specialize=["P", "R"])
 def sort_fit_kernel(
     ids, order, work, P, E, x, fitted, sums, scales, R, K, x_stride,
-    BM: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SUPERS: tl.constexpr,
+    BM: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SUPERS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """``sort_kernel`` and ``fit_kernel`` beside each other. Grid (E + R / ROWS)."""
+    wait_for_previous(CHAINED)
+    let_next_begin(CHAINED)
     if tl.program_id(0) < E:
         sort_expert(tl.program_id(0), ids, order, work, P, E, BM, CHUNK)
     else:

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from glm5deploy.kernels.chain import let_next_begin, wait_for_previous
 from glm5deploy.quants.integer_memory import (
     accumulator,
     add_super,
@@ -30,6 +31,7 @@ from glm5deploy.quants.linear_kernel import add_parts, arrive
 def integer_linear_kernel(
     x, sums, scales, low, high, words, halves, y, parts, tickets, M, N, y_stride, SUPERS, PARTS,
     FMT: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    CHAINED: gl.constexpr,
 ):  # fmt: skip
     """Grid (M tiles, N tiles, PARTS). parts fp32 [M tiles, N tiles, PARTS, BM, BN]; tickets int32 a tile, zero."""
     m0 = gl.program_id(0) * BM
@@ -42,6 +44,7 @@ def integer_linear_kernel(
     planes = weights_at((low, high, words, halves), begin, n0, N, FMT)
     rows = gl.minimum(m0 + gl.arange(0, BM, gl.SliceLayout(1, x_layout(WARPS))), M - 1)
     sums_rows = gl.minimum(m0 + gl.arange(0, BM, gl.SliceLayout(1, sums_layout(WARPS))), M - 1)
+    wait_for_previous(CHAINED)
     for i in gl.static_range(STAGES - 1):
         if i < steps:
             bring_weights(memory, planes, i, i, 0, N, FMT, BN, WARPS)
@@ -62,6 +65,7 @@ def integer_linear_kernel(
         acc = add_super(acc, memory, xs, slot, slot, FMT, WARPS)
         slot = after(slot, STAGES)
         free = after(free, STAGES)
+    let_next_begin(CHAINED)
     m = m0 + gl.arange(0, BM, gl.SliceLayout(0, ACC))
     n = gl.arange(0, BN, gl.SliceLayout(1, ACC))
     scale = gl.load(scales + gl.minimum(m, M - 1))[None, :]

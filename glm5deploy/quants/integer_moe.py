@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from glm5deploy.kernels.chain import let_next_begin, wait_for_previous
 from glm5deploy.quants.integer_memory import (
     accumulator,
     add_scaled,
@@ -69,12 +70,13 @@ def integer_gate_up_kernel(
     x, sums, scales, g_low, g_high, g_words, g_halves, u_low, u_high, u_words, u_halves, order, work, hidden, parts,
     tickets, P, N, SUPERS, PARTS,
     G: gl.constexpr, U: gl.constexpr, TOPK: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr,
-    WARPS: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr, STAGES: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """hidden [P, N] = silu(gate x) * up x; x, sums, scales: a row a token (activations.py).
 
     parts fp32 [PARTS, P, 2N], pairs as sorted; tickets int32 [P, N tiles], zero. Grid (N tiles, items, PARTS).
     """
+    wait_for_previous(CHAINED)
     e, first, count = work_item(work, gl.program_id(1))
     if count == 0:
         return
@@ -121,6 +123,7 @@ def integer_gate_up_kernel(
         up = add_scaled(up, u_total, ups, u_least, xs, slot, slot, U, WARPS)
         slot = after(slot, STAGES)
         free = after(free, STAGES)
+    let_next_begin(CHAINED)
     if PARTS == 1:
         _store_hidden(hidden, gate, up, scales, order, first, count, n0, N, TOPK, WARPS)
     else:
@@ -141,12 +144,14 @@ def integer_gate_up_kernel(
 def integer_down_kernel(
     x, sums, scales, low, high, words, halves, order, work, weights, terms, N, TILES,
     FMT: gl.constexpr, SUPERS: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr,
-    WARPS: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr, STAGES: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """terms [P, N] = weight * (down x); x, sums, scales: a row a pair. Grid (spans of TILES * BN outputs, items)."""
+    wait_for_previous(CHAINED)
     e, first, count = work_item(work, gl.program_id(1))
     if count == 0:
         return
+    let_next_begin(CHAINED)
     n0 = gl.program_id(0) * (TILES * BN)
     steps = gl.minimum(TILES, (N - n0 + BN - 1) // BN) * SUPERS
     memory = weight_memory(BN, STAGES, FMT)

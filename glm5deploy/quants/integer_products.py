@@ -7,6 +7,7 @@ import functools
 import torch
 import triton
 
+from glm5deploy.kernels.chain import chained
 from glm5deploy.quants.activations import fit_kernel, sort_fit_kernel
 from glm5deploy.quants.arguments import Work, kernel_format, pointers, row_stride, work_memory
 from glm5deploy.quants.counters import part_memory
@@ -62,7 +63,7 @@ def fit(x: torch.Tensor) -> Fitted:
     rows, columns = x.shape
     found = _room(x)
     blocks, tile = _blocks(rows, columns)
-    fit_kernel[(blocks,)](x, *found, rows, columns, row_stride(x), num_warps=FIT_WARPS, **tile)
+    fit_kernel[(blocks,)](x, *found, rows, columns, row_stride(x), num_warps=FIT_WARPS, **tile, **chained(x.device))
     return found
 
 
@@ -73,7 +74,7 @@ def sort_and_fit(x: torch.Tensor, ids: torch.Tensor, experts: int, bm: int) -> t
     blocks, tile = _blocks(rows, columns)
     sort_fit_kernel[(experts + blocks,)](
         ids, *work, pairs, experts, x, *found, rows, columns, row_stride(x),
-        BM=bm, CHUNK=sorted_at_once(pairs), num_warps=FIT_WARPS, **tile,
+        BM=bm, CHUNK=sorted_at_once(pairs), num_warps=FIT_WARPS, **tile, **chained(x.device),
     )  # fmt: skip
     return work, found
 
@@ -90,7 +91,7 @@ def gate_up(fitted: Fitted, gate: Planes, up: Planes, topk: int, work: Work, c: 
     integer_gate_up_kernel[(blocks, items.shape[0], c.parts)](
         *fitted, *pointers(gate), *pointers(up), order, items, hidden, parts, tickets, pairs, n, gate.supers, c.parts,
         G=kernel_format(gate.format), U=kernel_format(up.format), TOPK=topk, BN=c.bn, BM=c.bm, WARPS=c.warps,
-        STAGES=c.stages, **c.options,
+        STAGES=c.stages, **c.options, **chained(order.device),
     )  # fmt: skip
     return hidden
 
@@ -105,7 +106,7 @@ def down(
     integer_down_kernel[(triton.cdiv(planes.rows, c.bn * c.tiles), items.shape[0])](
         *fit(hidden), *pointers(planes), order, items, weights, terms, planes.rows, c.tiles,
         FMT=kernel_format(planes.format), SUPERS=planes.supers, BN=c.bn, BM=c.bm, WARPS=c.warps, STAGES=c.stages,
-        **c.options,
+        **c.options, **chained(hidden.device),
     )  # fmt: skip
 
 
@@ -119,4 +120,5 @@ def linear(x: torch.Tensor, planes: Planes, out: torch.Tensor, c: Launch) -> Non
     integer_linear_kernel[grid](
         *fit(x), *pointers(planes), out, parts, tickets, m, n, out.stride(0), planes.supers, c.parts,
         FMT=kernel_format(planes.format), BN=c.bn, BM=c.bm, WARPS=c.warps, STAGES=c.stages, **c.options,
+        **chained(x.device),
     )  # fmt: skip

@@ -31,7 +31,7 @@ HIDDEN = {"down": 256, "deep": 1024, "deepest": 4096}  # units, of products with
 POINTERS = {"x", "y", "hidden", "out", "terms", "parts", "tickets", "ids", "order", "work", "weights"}
 
 
-def integer_case(kind: str, names: list[str], tokens: int) -> tuple[Any, launch.Launch]:
+def integer_case(kind: str, names: list[str], tokens: int, capability: int) -> tuple[Any, launch.Launch]:
     """The source and the launch of a product with integers: one of LINEAR, gate_up, or one of HIDDEN."""
     from glm5deploy.quants import integer_linear, integer_moe
 
@@ -50,7 +50,7 @@ def integer_case(kind: str, names: list[str], tokens: int) -> tuple[Any, launch.
             kernel, others = integer_moe.integer_gate_up_kernel, {"TOPK": 8}
             formats = dict(zip("GU", names, strict=True))
     assert c, f"{kind} of {tokens} tokens is no product with integers"
-    constants = {"BN": c.bn, "BM": c.bm, "WARPS": c.warps, "STAGES": c.stages} | others
+    constants = {"BN": c.bn, "BM": c.bm, "WARPS": c.warps, "STAGES": c.stages, "CHAINED": capability >= 90} | others
     return integer_source(kernel, formats, constants), c
 
 
@@ -62,7 +62,7 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
     kind, types, count = case.split(":")
     names, tokens = types.split(","), int(count)
     if kind.startswith("integer_"):
-        source, c = integer_case(kind.removeprefix("integer_"), names, tokens)
+        source, c = integer_case(kind.removeprefix("integer_"), names, tokens, capability)
         return needs(case, capability, source, c.options)
     together = capability // 10 in launch.TOGETHER
     common = {

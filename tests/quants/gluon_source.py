@@ -29,6 +29,7 @@ def integer_source(kernel: Any, formats: dict[str, str], constants: dict[str, An
     `terms`: the type of the second product's results.
     """
     names = kernel.arg_names
+    constants = {"CHAINED": False} | constants
     known = TYPES | {"x": "*bf16" if "fitted" in names else "*fp16", "terms": terms}
     for name, prefix in {"FMT": "", "G": "g_", "U": "u_"}.items():
         if name in formats:

@@ -49,6 +49,8 @@ def test_products_with_integers_fit_the_gpu(capability: int) -> None:
     for found in compiled(capability, *(f"integer_{case}" for case in INTEGERS)):
         assert found["shared"] <= SHARED[capability] * 1024
         assert found["stack"] <= 512
+        assert found["waits"] == (capability >= 90)
+        assert not found["early"]
 
 
 @pytest.mark.slow
