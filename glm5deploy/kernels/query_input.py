@@ -1,7 +1,7 @@
 """The query as attention over latents takes it: its first part times W_UK, its RoPE part rotated, in one launch.
 
 Rounded where vLLM 0.32 and 0.33 round on CUDA: the product once, from fp32, and RoPE once, computed in fp32 with
-cosines and sines in the model's type.
+cosines and sines in the model's type. What the query is going to attend to may be looked up in the same launch.
 """
 
 # Triton reads these functions: tuples grow by addition.
@@ -18,6 +18,7 @@ from glm5deploy.kernels.latent_cache import token_stride
 from glm5deploy.kernels.layout import LATENT_DIM, ROPE_DIM, require
 from glm5deploy.kernels.reference import rope_interleaved
 from glm5deploy.kernels.rope import rotate_pairs
+from glm5deploy.kernels.slots import BESIDE_COLUMNS, Lookup, look_up, look_up_arguments, slots_from_positions
 
 _TILE_TOKENS = 16
 MOST_TOKENS = _TILE_TOKENS
@@ -82,7 +83,14 @@ def rotate(
     tl.store(p_out + 1, b_second.to(rope_out.dtype.element_ty), mask=m_t)
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions"])
+_TABLES = ("selected", "request_of_token", "block_table", "slots", "counts")
+_SIZES = ("columns", "rows_per_block", "table_width", "stride_selected", "stride_table", "stride_slots")
+
+
+@triton.jit(
+    do_not_specialize=["tokens", *_SIZES],
+    do_not_specialize_on_alignment=["positions", *_TABLES],
+)
 def query_input_kernel(
     q,  # [T, H, NOPE + 64]
     weight,  # [H, NOPE, 512]
@@ -90,6 +98,17 @@ def query_input_kernel(
     cos_sin,  # [P, 64]: 32 cosines, then 32 sines
     latent_out,  # [T, H, 512]
     rope_out,  # [T, H, 64]
+    selected,  # int32 [T, columns]; it and what follows are the arguments of `look_up`, not read without COLUMNS
+    request_of_token,
+    block_table,
+    slots,
+    counts,
+    columns,
+    rows_per_block,
+    table_width,
+    stride_selected,
+    stride_table,
+    stride_slots,
     tokens,
     stride_q,
     stride_weight_h,
@@ -100,28 +119,40 @@ def query_input_kernel(
     BT: tl.constexpr,  # tokens of it, all there are
     BR: tl.constexpr,  # tokens a program rotates
     PRODUCT: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two, at least `columns`; or 0
+    BLOCK: tl.constexpr,  # tokens of a cache block
     CHAINED: tl.constexpr,
 ):
-    """Grid (H, rotations and, with PRODUCT, 512 / BN tiles of it before them)."""
+    """Grid (H, 512 / BN tiles with PRODUCT, then T / BR rotations, then with COLUMNS T / H tokens' look-ups)."""
     i_h = tl.program_id(0)
-    i_n = tl.program_id(1)
-    if PRODUCT:
-        if i_n < 512 // BN:
-            absorb_tile(
-                q, weight, latent_out, tokens, stride_q, stride_weight_h, i_h, i_n, H, NOPE, BK, BN, BT, CHAINED
-            )
-        else:
-            rotate(q, positions, cos_sin, rope_out, tokens, stride_q, i_h, i_n - 512 // BN, H, NOPE, BR, CHAINED)
-    else:
+    TILES: tl.constexpr = 512 // BN if PRODUCT else 0
+    i_n = tl.program_id(1) - TILES
+    if i_n < 0:
+        if PRODUCT:
+            strides = stride_q, stride_weight_h
+            absorb_tile(q, weight, latent_out, tokens, *strides, i_h, i_n + TILES, H, NOPE, BK, BN, BT, CHAINED)
+    elif i_n < tl.cdiv(tokens, BR):
         rotate(q, positions, cos_sin, rope_out, tokens, stride_q, i_h, i_n, H, NOPE, BR, CHAINED)
+    elif COLUMNS > 0:
+        wait_for_previous(CHAINED)
+        let_next_begin(CHAINED)
+        i_t = (i_n - tl.cdiv(tokens, BR)).to(tl.int64) * H + i_h
+        if i_t < tokens:
+            sizes = columns, rows_per_block, table_width, stride_selected, stride_table, stride_slots
+            look_up(i_t, selected, request_of_token, block_table, slots, counts, *sizes, BLOCK, COLUMNS)
 
 
 def query_input(
-    q: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+    q: torch.Tensor,
+    weight: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    lookup: Lookup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [T, H, N + 64], weight [H, N, 512], positions int [T], cos_sin [P, 64] -> [T, H, 512] and [T, H, 64].
 
-    All of one type. Beyond :data:`MOST_TOKENS` the product is cuBLAS's, a launch of its own.
+    All of one type. Beyond :data:`MOST_TOKENS` the product is cuBLAS's, a launch of its own. ``lookup``, of the same T
+    tokens, is done as well: by the same launch up to `slots.BESIDE_COLUMNS` positions a token, else by its own.
     """
     tokens, heads, width = q.shape
     nope = width - ROPE_DIM
@@ -130,20 +161,27 @@ def query_input(
     require(weight.shape == (heads, nope, LATENT_DIM), f"weight must be [{heads}, {nope}, {LATENT_DIM}]")
     require(weight.stride()[1:] == (LATENT_DIM, 1), "a head's weight must be contiguous")
     require(cos_sin.shape[1] == ROPE_DIM and cos_sin.is_contiguous(), f"cos_sin must be [P, {ROPE_DIM}]")
+    require(lookup is None or lookup.positions.shape[0] == tokens, "what is looked up must be of the same tokens")
     latent, rope = q.new_empty((tokens, heads, LATENT_DIM)), q.new_empty((tokens, heads, ROPE_DIM))
     if tokens == 0:
         return latent, rope
+    if lookup is not None and lookup.padded_columns > BESIDE_COLUMNS:
+        slots_from_positions(*lookup)
+        lookup = None
+    looked_up = (*[positions] * len(_TABLES), *[0] * len(_SIZES)) if lookup is None else look_up_arguments(lookup)
     few = tokens <= MOST_TOKENS
     if not few:
         torch.bmm(q[..., :nope].transpose(0, 1), weight, out=latent.transpose(0, 1))
     tiles = LATENT_DIM // _COLUMNS if few else 0
-    query_input_kernel[(heads, tiles + triton.cdiv(tokens, _ROPE_TOKENS))](
+    lookups = 0 if lookup is None else triton.cdiv(tokens, heads)
+    query_input_kernel[(heads, tiles + triton.cdiv(tokens, _ROPE_TOKENS) + lookups)](
         q,
         weight,
         positions,
         cos_sin,
         latent,
         rope,
+        *looked_up,
         tokens,
         token_stride(q),
         weight.stride(0),
@@ -154,6 +192,8 @@ def query_input(
         BT=_TILE_TOKENS,
         BR=_ROPE_TOKENS,
         PRODUCT=few,
+        COLUMNS=0 if lookup is None else lookup.padded_columns,
+        BLOCK=1 if lookup is None else lookup.block_size,
         num_warps=4,
         maxnreg=REGISTERS,
         **chained(q.device),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
@@ -12,6 +12,9 @@ from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, fl
 from glm5deploy.kernels.reference import slots_from_positions, sparse_mla
 from glm5deploy.vllm_plugin import BACKEND, PACKED, cpu
 from glm5deploy.vllm_plugin.metadata import SparseMetadata, SparseMetadataBuilder
+
+if TYPE_CHECKING:
+    from glm5deploy.kernels.slots import Lookup
 
 
 class Glm5SparseBackend(AttentionBackend):
@@ -106,7 +109,8 @@ class Glm5SparseImpl(MLAAttentionImpl[SparseMetadata], SharedTopkIndicesBuffer):
         if first.is_cuda:
             from glm5deploy.vllm_plugin import device
 
-            return device.attend(q, *self._resolved(tokens, kv_c_and_k_pe_cache, attn_metadata), self.scale)
+            resolved = self._resolved(tokens, kv_c_and_k_pe_cache, attn_metadata, fresh=self._owns_selection)
+            return device.attend(q, *resolved, self.scale)
         selected = self.topk_indices_buffer
         assert selected is not None
         rows, block_stride = flat_kv_row_view(kv_c_and_k_pe_cache, block_size)
@@ -121,6 +125,15 @@ class Glm5SparseImpl(MLAAttentionImpl[SparseMetadata], SharedTopkIndicesBuffer):
         out, lse = sparse_mla(query, rows, slots, self.scale)
         return out.to(query.dtype), lse
 
+    def look_up(self, tokens: int, cache: torch.Tensor, metadata: SparseMetadata) -> Lookup | None:
+        """What :meth:`forward_values` of as many tokens needs looked up in a launch before its own, if anything."""
+        from glm5deploy.vllm_plugin import device
+
+        selected, block_size = self.topk_indices_buffer, cache.shape[1]
+        assert selected is not None
+        _, block_stride = flat_kv_row_view(cache, block_size)
+        return device.look_up(selected[:tokens], metadata, block_size, block_stride, fresh=self._owns_selection)
+
     def forward_values(
         self,
         q: tuple[torch.Tensor, torch.Tensor],
@@ -129,15 +142,18 @@ class Glm5SparseImpl(MLAAttentionImpl[SparseMetadata], SharedTopkIndicesBuffer):
         weight: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """:meth:`forward_mqa` times W_UV, ``weight`` [H, 512, V], into ``out`` [T, H * V], by kernels alone."""
+        """:meth:`forward_mqa` times W_UV, ``weight`` [H, 512, V], into ``out`` [T, H * V], by kernels alone.
+
+        Behind a launch of what :meth:`look_up` gave.
+        """
         from glm5deploy.vllm_plugin import device
 
         tokens, heads, _ = q[0].shape
-        resolved = self._resolved(tokens, kv_c_and_k_pe_cache, attn_metadata)
+        resolved = self._resolved(tokens, kv_c_and_k_pe_cache, attn_metadata, fresh=False)
         device.attend_values(q, *resolved, self.scale, weight, out.view(tokens, heads, -1))
 
     def _resolved(
-        self, tokens: int, cache: torch.Tensor, metadata: SparseMetadata
+        self, tokens: int, cache: torch.Tensor, metadata: SparseMetadata, *, fresh: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The cache as rows; which of them each token attends to, and how many these are, by kernels."""
         from glm5deploy.vllm_plugin import device
@@ -145,7 +161,6 @@ class Glm5SparseImpl(MLAAttentionImpl[SparseMetadata], SharedTopkIndicesBuffer):
         selected, block_size = self.topk_indices_buffer, cache.shape[1]
         assert selected is not None
         rows, block_stride = flat_kv_row_view(cache, block_size)
-        fresh = self._owns_selection
         return rows, *device.resolve_slots(selected[:tokens], metadata, block_size, block_stride, fresh=fresh)
 
     def do_kv_cache_update(

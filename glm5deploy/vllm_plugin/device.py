@@ -17,7 +17,7 @@ from glm5deploy.kernels import indexer as index_kernels
 from glm5deploy.kernels.attention import sparse_mla_fwd, sparse_mla_values, split_workspace_elements
 from glm5deploy.kernels.latent_cache import store_latent
 from glm5deploy.kernels.layout import INDEX_DIM
-from glm5deploy.kernels.slots import slots_from_positions
+from glm5deploy.kernels.slots import Lookup, slots_from_positions
 from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
 from glm5deploy.kernels.tuning import gpu, index_value_dtype
 from glm5deploy.kernels.warmup import Serving
@@ -28,6 +28,7 @@ __all__ = [
     "attend",
     "attend_values",
     "index_input",
+    "look_up",
     "profile",
     "reserve",
     "resolve_slots",
@@ -239,24 +240,37 @@ def attend_values(
     sparse_mla_values(q, rows, slots, counts, scale, weight, out, workspace=scratch(out.device).partial)
 
 
+def look_up(
+    selected: torch.Tensor, metadata: SparseMetadata, block_size: int, block_stride: int, *, fresh: bool
+) -> Lookup | None:
+    """What is to be looked up, in the next launch, before attention can run; None where that has been done.
+
+    A layer with its own selection resolves it (``fresh``); the layers that share it take over what it resolved, as long
+    as their cache has the same blocks, though vLLM makes metadata of their own for them.
+    """
+    own, tokens = scratch(selected.device), selected.shape[0]
+    step, *size = own.resolved or (None,)
+    # A draft model's steps come in one object, whose longest context grows by a token each time.
+    if not fresh and step is metadata.step and size == [metadata.max_seq_len, tokens, block_stride]:
+        return None
+    own.resolved = (metadata.step, metadata.max_seq_len, tokens, block_stride)
+    requests, found = metadata.request_of_token[:tokens], _looked_up(own, selected)
+    return Lookup(selected, requests, metadata.block_table, block_size, *found, block_stride)
+
+
+def _looked_up(own: Scratch, selected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, topk = selected.shape
+    return own.slots.view(-1)[: tokens * topk].view(tokens, topk), own.counts[:tokens]
+
+
 def resolve_slots(
     selected: torch.Tensor, metadata: SparseMetadata, block_size: int, block_stride: int, *, fresh: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Physical rows int32 [T, K] of the selected positions and how many there are, in scratch memory.
 
-    A layer with its own selection resolves it (``fresh``); the layers that share it take over what it resolved, as long
-    as their cache has the same blocks, though vLLM makes metadata of their own for them.
+    In a launch of its own where :func:`look_up` has something to look up.
     """
-    own = scratch(selected.device)
-    tokens, topk = selected.shape
-    slots = own.slots.view(-1)[: tokens * topk].view(tokens, topk)
-    counts = own.counts[:tokens]
-    step, *size = own.resolved or (None,)
-    # A draft model's steps come in one object, whose longest context grows by a token each time.
-    if not fresh and step is metadata.step and size == [metadata.max_seq_len, tokens, block_stride]:
-        return slots, counts
-    slots_from_positions(
-        selected, metadata.request_of_token[:tokens], metadata.block_table, block_size, slots, counts, block_stride
-    )
-    own.resolved = (metadata.step, metadata.max_seq_len, tokens, block_stride)
-    return slots, counts
+    lookup = look_up(selected, metadata, block_size, block_stride, fresh=fresh)
+    if lookup is not None:
+        slots_from_positions(*lookup)
+    return _looked_up(scratch(selected.device), selected)

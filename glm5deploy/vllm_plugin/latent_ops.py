@@ -71,7 +71,8 @@ def glm5_attention(
 ) -> None:
     """Attention of q [T, H, N + 64], RoPE not applied yet, over the layer's cache into ``output`` [T, H * V].
 
-    With ``values_at_once`` the product with W_UV is part of attention's own last launch where it can be.
+    With ``values_at_once`` the product with W_UV is part of attention's own last launch where it can be, and cache rows
+    of a new selection are looked up in the launch that prepares the query.
     """
     from glm5deploy.kernels.query_input import query_input
 
@@ -80,7 +81,8 @@ def glm5_attention(
         output.zero_()
         return
     tokens = metadata.num_actual_tokens
-    query = query_input(q[:tokens], attention.W_UK_T, positions[:tokens], cos_sin)
+    lookup = attention.impl.look_up(tokens, cache, metadata) if values_at_once else None
+    query = query_input(q[:tokens], attention.W_UK_T, positions[:tokens], cos_sin, lookup)
     if values_at_once:
         attention.impl.forward_values(query, cache, metadata, attention.W_UV, output[:tokens])
         return

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5deploy.kernels.query_input import REGISTERS
+from glm5deploy.kernels.row_product import ROUTER_TOKENS
 from glm5deploy.kernels.tuning import (
     FIRST_FP8_ARCH,
     SHARED_LIMIT,
@@ -243,10 +244,13 @@ def input_jobs(arch: int) -> Iterator[Job]:
         kernel = "latent_input.latent_input_kernel"
         yield Job(kernel, arch, 4, 3, types | cache, constants, (*aligned, "stride_block"))
     types = {"q": BF16, "weight": BF16, "positions": I64, "cos_sin": BF16, "latent_out": BF16, "rope_out": BF16}
+    types |= dict.fromkeys(("selected", "request_of_token", "block_table", "slots", "counts"), I32)
     aligned = ("q", "weight", "cos_sin", "latent_out", "rope_out", "stride_q", "stride_weight_h")
     for heads, few in ((8, True), (64, False)):
-        constants = {"H": heads, "NOPE": 192, "BK": 64, "BN": 32, "BT": 16, "BR": 8, "PRODUCT": few}
-        yield Job("query_input.query_input_kernel", arch, 4, 3, types, constants, aligned, registers=REGISTERS)
+        for columns in (0, TOPK):
+            constants = {"H": heads, "NOPE": 192, "BK": 64, "BN": 32, "BT": 16, "BR": 8, "PRODUCT": few}
+            constants |= {"COLUMNS": columns, "BLOCK": 64 if columns else 1}
+            yield Job("query_input.query_input_kernel", arch, 4, 3, types, constants, aligned, registers=REGISTERS)
     types = dict.fromkeys(("x", "residual", "weight", "out", "sum_out"), BF16) | {"eps": "fp32"}
     constants = {"N": 6144, "PART": 768, "BR": 4, "BC": 2048, "BN": 1024}
     for add in (True, False):
@@ -255,6 +259,9 @@ def input_jobs(arch: int) -> Iterator[Job]:
         types = dict.fromkeys(("x", "weight", "out"), BF16)
         constants = {"K": 6144, "BT": tokens, "BR": 4, "BC": 2048}
         yield Job("row_product.row_product_kernel", arch, 8, 3, types, constants, tuple(types))
+        if tokens <= ROUTER_TOKENS:
+            types |= {"weight": F32, "out": F32}
+            yield Job("row_product.row_product_kernel", arch, 8, 3, types, constants, tuple(types))
     fp8 = arch >= FIRST_FP8_ARCH
     types = {"q": BF16, "weights": BF16, "k": BF16, "norm_weight": F32, "norm_bias": F32, "positions": I64}
     types |= {"cos_sin": BF16, "slots": I64, "q_out": U8 if fp8 else BF16, "weights_out": F32, "values": U8}

@@ -11,6 +11,7 @@ from glm5deploy.kernels.latent_cache import store_latent
 from glm5deploy.kernels.latent_input import latent_input, latent_input_reference
 from glm5deploy.kernels.layout import PACKED_ROW_BYTES, QK_DIM
 from glm5deploy.kernels.query_input import query_input, query_input_reference
+from glm5deploy.kernels.slots import Lookup
 from tests.kernels.cases import paged_bytes
 
 BLOCK = 16
@@ -103,6 +104,27 @@ def test_queries_are_absorbed_and_rotated(tokens: int, heads: int, nope: int) ->
     expected_latent, expected_rope = query_input_reference(q, whole[:, :nope], positions, cos_sin)
     torch.testing.assert_close(latent, expected_latent, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(rope, expected_rope)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "columns"), [(1, 8, 64), (3, 2, 50), (17, 4, 2048), (2, 1, 4096)])
+def test_rows_of_the_selection_are_looked_up_beside(tokens: int, heads: int, columns: int) -> None:
+    """As by a launch of their own, with positions of two requests, none, and some beyond the table; nothing else."""
+    table, requests = torch.randperm(40, dtype=torch.int32).view(2, 20), torch.arange(tokens, dtype=torch.int32) % 2
+    selected = torch.randint(-1, 22 * BLOCK, (tokens + 1, columns + 3), dtype=torch.int32)[:tokens, :columns]
+    q, weight = torch.randn(tokens, heads, 96), torch.randn(heads, 32, 512)
+    positions, cos_sin = torch.randint(0, 50, (tokens,)), angles(50, torch.float32)
+    wide, counted = torch.full((tokens, columns + 1), -9, dtype=torch.int32), torch.full((tokens + 1,), -9).int()
+    lookup = Lookup(selected, requests, table, BLOCK, wide[:, :columns], counted[:tokens], 2 * BLOCK)
+    latent, rope = query_input(q, weight, positions, cos_sin, lookup)
+    slots, counts = reference.slots_from_positions(selected, requests, table, BLOCK, 2 * BLOCK)
+    assert torch.equal(wide[:, :columns], slots)
+    assert torch.equal(counted[:tokens], counts)
+    assert wide[:, columns].eq(-9).all()
+    assert counted[tokens] == -9
+    for found, expected in zip((latent, rope), query_input(q, weight, positions, cos_sin), strict=True):
+        assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match="of the same tokens"):
+        query_input(q[:0], weight, positions[:0], cos_sin, lookup)
 
 
 def test_both_ways_of_absorbing_agree(monkeypatch: pytest.MonkeyPatch) -> None:

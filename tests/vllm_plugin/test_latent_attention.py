@@ -55,7 +55,7 @@ def launches(record: Any) -> dict[str, int]:
     if reaches(record["fusion"], "query"):
         expected["queries"] = 2
     if reaches(record["fusion"], "experts"):
-        expected |= {"values": 1, "slots": 2} | ({"index": 2, "product": 1} if record["indexer"] else {})
+        expected |= {"values": 1, "looked up": 2} | ({"index": 2, "product": 1} if record["indexer"] else {})
     return expected
 
 
