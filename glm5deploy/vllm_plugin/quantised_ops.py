@@ -72,7 +72,7 @@ def _linear(x: torch.Tensor, parts: Sequence[Planes], out: torch.Tensor) -> None
 def _linear_on_gpu(x: torch.Tensor, parts: Sequence[Planes], out: torch.Tensor) -> None:
     from glm5deploy.quants import products
 
-    if len(parts) == 2:  # of types that differ, or they would be one
+    if len(parts) == 2:  # of one layer, of types that differ, or of two layers
         products.linear_pair(x, parts[0], parts[1], out=out)
         return
     start = 0

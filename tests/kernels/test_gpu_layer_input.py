@@ -10,15 +10,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from glm5deploy.kernels import reference
 from glm5deploy.kernels.latent_cache import store_latent
 from glm5deploy.kernels.latent_input import latent_input, latent_input_reference
 from glm5deploy.kernels.measure import graph_time
 from glm5deploy.kernels.query_input import query_input, query_input_reference
+from glm5deploy.kernels.slots import Lookup, slots_from_positions
 from tests.support.compare import relative_rms
 
 pytestmark = pytest.mark.gpu
 
-BLOCK, RANK, NOPE, EPS = 64, 2048, 192, 1e-5
+BLOCK, RANK, NOPE, EPS, TOPK = 64, 2048, 192, 1e-5, 2048
 ROUNDING = 2**-8  # a unit in the last place of bf16, relative
 
 
@@ -38,6 +40,10 @@ class Case:
         self.slots = torch.randperm(4 * tokens, device="cuda")[:tokens]
         self.slots[::5] = -1
         self.blocks = -(-4 * tokens // BLOCK)
+        table = torch.randperm(64 * tokens, device="cuda").int().view(tokens, 64)  # of contexts of 4096
+        selected = torch.randint(-1, 4096, (tokens, TOPK), device="cuda").int()
+        requests, slots = torch.arange(tokens, device="cuda").int(), torch.empty_like(selected)
+        self.lookup = Lookup(selected, requests, table, BLOCK, slots, torch.empty_like(requests), 70)
 
     def cache(self, packed: bool) -> torch.Tensor:
         if packed:
@@ -49,6 +55,13 @@ class Case:
 
     def queries(self) -> tuple[torch.Tensor, torch.Tensor]:
         return query_input(self.q, self.weight, self.positions, self.cos_sin)
+
+    def with_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return query_input(self.q, self.weight, self.positions, self.cos_sin, self.lookup)
+
+    def then_queries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        slots_from_positions(*self.lookup)
+        return self.queries()
 
 
 def replayed(call: Callable[[], object]) -> None:
@@ -100,6 +113,19 @@ def test_queries_are_near_the_reference(tokens: int, heads: int) -> None:
     assert float((rope == expected_rope).float().mean()) > 0.99
 
 
+@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 17, 300])
+def test_rows_looked_up_beside_queries_are_the_references(tokens: int, heads: int) -> None:
+    case = Case(tokens, heads)
+    expected = case.queries()
+    for found, alone in zip(case.with_slots(), expected, strict=True):
+        assert torch.equal(found, alone)
+    selected, requests, table, _, slots, counts, rows_per_block = case.lookup
+    expected_slots, expected_counts = reference.slots_from_positions(selected, requests, table, BLOCK, rows_per_block)
+    assert torch.equal(slots, expected_slots)
+    assert torch.equal(counts, expected_counts)
+
+
 @pytest.mark.parametrize("tokens", [1, 8, 32])
 def test_both_replay_from_a_graph_and_tell_how_long_they_take(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # filling fresh memory with poison would be timed too
@@ -108,12 +134,14 @@ def test_both_replay_from_a_graph_and_tell_how_long_they_take(tokens: int, monke
     replayed(lambda: cases[0].latents(caches[0]))
     replayed(cases[0].queries)
     latents = [lambda c=case, k=cache: c.latents(k) for case, cache in zip(cases, caches, strict=True)]
-    queries = [case.queries for case in cases]
+    replayed(cases[0].with_slots)
+    queries, with_slots = [case.queries for case in cases], [case.with_slots for case in cases]
     out = torch.empty(tokens, 8, 512, dtype=torch.bfloat16, device="cuda")
     apart = [
         lambda c=case: torch.bmm(c.q[..., :NOPE].transpose(0, 1), c.weight, out=out.transpose(0, 1)) for case in cases
     ]
     print(
         f"\n{tokens} tokens: norms, RoPE and store {graph_time(latents):.2f} us; W_UK and RoPE "
-        f"{graph_time(queries):.2f} us, cuBLAS's W_UK alone {graph_time(apart):.2f} us"
+        f"{graph_time(queries):.2f} us, cuBLAS's W_UK alone {graph_time(apart):.2f} us; with a selection's slots "
+        f"{graph_time(with_slots):.2f} us, {graph_time([case.then_queries for case in cases]):.2f} in two launches"
     )
