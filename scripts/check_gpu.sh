@@ -97,7 +97,8 @@ run() {
     unfused) stack --vllm=--additional-config --vllm='{"glm5_fusion": "off"}' ;;
     norms) stack --vllm=--additional-config --vllm='{"glm5_fusion": "norms"}' ;;
     launches)
-      tests tests/quants/test_gpu_sum.py tests/kernels/test_gpu_step_launches.py tests/kernels/test_gpu_layer_input.py \
+      tests tests/quants/test_gpu_sum.py tests/quants/test_gpu_few_tokens.py \
+        tests/kernels/test_gpu_step_launches.py tests/kernels/test_gpu_layer_input.py \
         tests/kernels/test_gpu_add_norm.py tests/kernels/test_gpu_row_product.py tests/kernels/test_gpu_step_tokens.py ;;
     soak)
       script soak.py --gguf tests/data/tiny-glm5/GLM-tiny-A-GGUF/UD-Q4_K_XL --preemptions 1 --out "$out/soak" \
@@ -105,7 +106,8 @@ run() {
     loading) script bench_loading.py --out "$out/loading.json" ;;
     tune) tests tests/stages/test_gpu_tune.py ;;
     install) tests tests/stages/test_gpu_install.py ;;
-    quantised) tests tests/vllm_plugin/test_gpu_quantised.py tests/vllm_plugin/test_rank_reader.py ;;
+    quantised) tests tests/vllm_plugin/test_gpu_quantised.py tests/vllm_plugin/test_gpu_choice.py \
+      tests/vllm_plugin/test_rank_reader.py ;;
     long) tests tests/vllm_plugin/test_gpu_long.py ;;
     decode) script bench_quants.py --sweep decode --out "$out/decode.json" --jobs "$(nproc)" ;;
     selection) script bench_indexer.py --sweep --json "$out/selection.json" ;;

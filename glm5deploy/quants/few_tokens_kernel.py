@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from glm5deploy.kernels.chain import wait_for_previous
+from glm5deploy.quants.ahead import ask_ahead
 from glm5deploy.quants.moe_kernel import down_tile, gate_up_tile, pair_weights, pairs_of
 
 _LEAST = tl.constexpr(-(2**31))  # below every score
@@ -114,6 +115,10 @@ def few_gate_up_kernel(
     """
     item = tl.program_id(1)
     if item == 0:
+        part, n = tl.program_id(2), tl.program_id(0) * BN
+        first, last = part * SUPERS // PARTS, (part + 1) * SUPERS // PARTS
+        ask_ahead(al, ah, aw, a_s, first, last, n, ROWS, BN, A, CHAINED)
+        ask_ahead(bl, bh, bw, bs, first, last, UP + n, ROWS, BN, B, CHAINED)
         wait_for_previous(CHAINED)
         m = tl.arange(0, BM)
         gate_up_tile(
@@ -143,15 +148,17 @@ def few_down_kernel(
     SCORES (a power of two, TOPK or more; 0: weights are weights): weights are one token's scores, which are divided by
     their sum and 1e-20 and multiplied by ``scale``. Grid (spans of TILES * BN outputs, 1 + P).
     """
-    wait_for_previous(CHAINED)
     item = tl.program_id(1)
     if item == 0:
+        ask_ahead(al, ah, aw, a_s, 0, SUPERS, tl.program_id(0) * TILES * BN, N, BN, A, CHAINED)
+        wait_for_previous(CHAINED)
         m = tl.arange(0, BM)
         down_tile(
             hidden, al, ah, aw, a_s, tl.full([BM], 1.0, tl.float32), terms, P + m, T, 0, N, K, SUPERS, TILES,
             A, BN, BM, STAGES, ONE, EVEN, PTX, CHAINED,
         )  # fmt: skip
     else:
+        wait_for_previous(CHAINED)
         pairs, count, e = pairs_of(ids, ids, ids, item - 1, P, PAIRS, BM)
         if count > 0:
             share = pair_weights(weights, pairs, count, BM)

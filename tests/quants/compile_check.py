@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from glm5deploy.quants import launch, linear_kernel, moe_kernel
+from glm5deploy.quants import few_tokens_kernel, launch, linear_kernel, moe_kernel
 from glm5deploy.quants.arguments import kernel_format
 from glm5deploy.quants.formats import FORMATS
 from tests.quants.gluon_source import integer_source, planes_signature
@@ -29,6 +29,7 @@ LINEAR = {"linear": (2624, 24), "short": (512, 24), "long": (19360, 24), "one": 
 PAIRS = {"pair": (2624, 24), "queries": (6144, 8)}  # rows of two weights
 HIDDEN = {"down": 256, "deep": 1024, "deepest": 4096}  # units, of products with integers
 POINTERS = {"x", "y", "hidden", "out", "terms", "parts", "tickets", "ids", "order", "work", "weights"}
+POINTERS |= {"scores", "logits", "bias"}
 
 
 def integer_case(kind: str, names: list[str], tokens: int, capability: int) -> tuple[Any, launch.Launch]:
@@ -75,10 +76,9 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
         "tickets": "*i32",
     }
     common |= {"ids": "*i32", "order": "*i32", "work": "*i32", "weights": "*fp32"}
-    sizes = dict.fromkeys(
-        ("M", "N", "K", "P", "n0", "n1", "NA", "NB", "x_stride", "y_stride", "SUPERS", "PARTS", "TILES"), "i32"
-    )
-    four = ("low", "high", "words", "halves")
+    letters = ("M", "N", "K", "P", "T", "n0", "n1", "NA", "NB", "ROWS", "UP", "FIRST", "SUPERS", "PARTS", "TILES")
+    sizes = dict.fromkeys((*letters, "x_stride", "y_stride"), "i32")
+    four, other = ("low", "high", "words", "halves"), ("al", "ah", "aw", "a_s")
     constants: dict[str, Any] = {"EVEN": True, "PTX": True}
     if kind in LINEAR:
         c = launch.linear_launch(tokens, *LINEAR[kind], PROCESSORS, together)
@@ -94,6 +94,26 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
         c = launch.Launch(64, 16)
         kernel, planes = linear_kernel.dense_kernel, planes_signature(four, names[0])
         constants |= {"FMT": kernel_format(FORMATS[names[0]])}
+    elif kind.startswith("few_"):
+        both = launch.few_launch(tokens, 8, 256, 24, 6144, PROCESSORS)
+        chosen = tokens == 1
+        common |= {"scores": "*fp32", "logits": "*fp32", "bias": "*fp32", "scale": "fp32"}
+        constants |= {"TOPK": 8, "PAIRS": 1 if chosen else launch.SEARCH_PAIRS}
+        if kind == "few_gate_up":
+            c, kernel, planes = both[0], few_tokens_kernel.few_gate_up_kernel, {}
+            fours = ("gl", "gh", "gw", "gs"), ("ul", "uh", "uw", "us"), other, ("bl", "bh", "bw", "bs")
+            for pointers, name in zip(fours, names, strict=True):
+                planes |= planes_signature(pointers, name)
+            constants |= {letter: kernel_format(FORMATS[name]) for letter, name in zip("GUAB", names, strict=True)}
+            constants |= {"E": 256 if chosen else 0, "EX": 256, "WARPS": c.warps}
+        else:
+            c, kernel = both[1], few_tokens_kernel.few_down_kernel
+            planes = planes_signature(four, names[0]) | planes_signature(other, names[1])
+            constants |= {
+                letter: kernel_format(FORMATS[name]) for letter, name in zip(("FMT", "A"), names, strict=True)
+            }
+            constants |= {"SCORES": 8 if chosen else 0, "ONE": True}
+        constants |= {"BM": c.bm, "STAGES": c.stages}
     else:
         pairs = 8 * tokens
         search = 1 if tokens == 1 else launch.SEARCH_PAIRS if pairs <= launch.SEARCH_PAIRS else 0
@@ -118,7 +138,7 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
     aligned = {
         (k,): [["tt.divisibility", 16]]
         for k, a in enumerate(kernel.arg_names)
-        if a in planes or a in POINTERS or a in ("N", "K", "NA", "NB", "x_stride", "y_stride")
+        if a in planes or a in POINTERS or a in ("N", "K", "NA", "NB", "ROWS", "UP", "x_stride", "y_stride")
     }
     source = ASTSource(kernel, {a: known[a] for a in arguments}, constexprs=constants, attrs=aligned)
     return needs(case, capability, source, c.options | {"num_stages": c.stages})

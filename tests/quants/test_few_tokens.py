@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from glm5deploy.quants import few_tokens, reference
-from glm5deploy.quants.few_tokens_kernel import expert_of_rank
 from glm5deploy.quants.launch import Launch
 from glm5deploy.quants.planes import Planes
 from glm5deploy.quants.token_experts import Choice, Shared
-from tests.quants.test_products import DEVICE, GPU, LIMIT, planes_of, poison, rms_error, routing, tokens
+from tests.quants.choice_kernel import KINDS, choose, logits_of
+from tests.quants.test_products import DEVICE, LIMIT, planes_of, poison, rms_error, routing, tokens
 
 __all__ = ["poison"]  # a fixture that every test here uses
 
@@ -46,44 +44,13 @@ def test_experts_and_the_shared_one(experts: Experts, count: int, joined: bool, 
         assert rms_error(found, reference.experts_of_few(x, *experts, shared, (ids, weights))) < LIMIT
 
 
-@triton.jit(do_not_specialize=["FIRST"])
-def rank_kernel(logits, bias, ids, FIRST, E: tl.constexpr, EX: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr):
-    rank = tl.program_id(0)
-    tl.store(ids + rank, expert_of_rank(logits, bias, rank, FIRST, E, EX, WARPS, PTX, False))
-
-
-def logits_of(kind: str, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    g = torch.Generator().manual_seed(experts)
-    logits, bias = torch.randn(1, experts, generator=g), torch.rand(experts, generator=g)
-    if kind == "tied":
-        return torch.randint(-1, 2, (1, experts), generator=g).float(), (bias * 2).round() / 4
-    if kind == "equal":
-        return torch.zeros(1, experts), torch.zeros(experts)
-    if kind == "saturated":
-        return logits * 80, torch.zeros(experts)
-    if kind == "strange":
-        logits[0, ::7], logits[0, 3], logits[0, 5], bias[11] = float("inf"), float("nan"), float("-inf"), -2.5
-        logits[0, -2], bias[2], bias[-1] = float("nan"), float("inf"), float("-inf")
-    return logits, bias
-
-
-@pytest.mark.parametrize("kind", ["random", "tied", "equal", "saturated", "strange"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("experts", "topk", "warps"), [(256, 8, 2), (60, 6, 1), (20, 20, 4)])
 def test_chosen_experts(kind: str, experts: int, topk: int, warps: int) -> None:
     logits, bias = (t.to(DEVICE) for t in logits_of(kind, experts))
-    ids = torch.empty(topk, dtype=torch.int32, device=DEVICE)
-    rank_kernel[(topk,)](
-        logits,
-        bias,
-        ids,
-        0,
-        E=experts,
-        EX=max(32, triton.next_power_of_2(experts)),
-        WARPS=warps,
-        PTX=GPU,
-        num_warps=warps,
-    )
+    ids, scores = choose(logits, bias, topk, warps)
     assert ids.tolist() == Choice(logits, bias, topk, 1.0).chosen()[0][0].tolist()
+    torch.testing.assert_close(scores, logits.sigmoid()[0, ids.long()], equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["random", "tied"])
