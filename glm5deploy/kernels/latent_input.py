@@ -1,7 +1,8 @@
 """What follows the first product of a layer's attention, in one launch instead of three and the key's part of a fourth.
 
 That product gives each token the query's latent, the key's latent and the key's 64 RoPE values side by side. Both
-latents are normed, the RoPE values rotated, and the key's part is stored into the latent cache.
+latents are normed, the RoPE values rotated, and the key's part is stored into the latent cache. In a layer that selects
+the same launch may multiply hidden states for the indexer, which depends on nothing but these.
 
 Numbers are rounded where vLLM 0.32 and 0.33 round them on CUDA: a norm computes in fp32 and rounds its result once,
 RoPE likewise with cosines and sines in the model's type; a packed row is quantised from the rounded latent.
@@ -16,12 +17,15 @@ import triton.language as tl
 
 from glm5deploy.kernels.chain import chained, let_next_begin, wait_for_previous
 from glm5deploy.kernels.latent_cache import cache_views, rope_offset, store_latent_row
-from glm5deploy.kernels.layout import LATENT_DIM, QK_DIM, ROPE_DIM, require
+from glm5deploy.kernels.layout import LATENT_DIM, QK_DIM, ROPE_DIM, require, row_tile
 from glm5deploy.kernels.reference import rope_interleaved
 from glm5deploy.kernels.rope import rotate_pairs
+from glm5deploy.kernels.row_product import BESIDE_TOKENS, check_rows, two_columns
+
+_WARPS = 4
 
 
-@triton.jit(do_not_specialize=["stored"], do_not_specialize_on_alignment=["positions", "slots"])
+@triton.jit(do_not_specialize=["stored", "outputs"], do_not_specialize_on_alignment=["positions", "slots"])
 def latent_input_kernel(
     x,  # [T, RANK + 576]
     q_weight,  # [RANK]
@@ -33,20 +37,35 @@ def latent_input_kernel(
     cache,  # these three as in `store_latent_kernel`
     cache_scales,
     cache_ropes,
+    hidden,  # [T, K]; it and the next two are read and written with BT
+    weight,  # [outputs, K]
+    product,  # [T, outputs]
     eps,
     stored,
+    outputs,
     stride_x,
     stride_block,
     RANK: tl.constexpr,
     BR: tl.constexpr,  # at least RANK
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,  # T, or a power of two that is at least T; or 0
+    BW: tl.constexpr,  # BW * BC are at least K
+    BC: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Grid (T, 2): the query's part, and the key's."""
+    """Grid (T, 2, and with BT outputs / 2T): the query's part, the key's, and two columns of the product a program."""
     i_t = tl.program_id(0).to(tl.int64)
+    i_p = tl.program_id(1)
     p_x = x + i_t * stride_x
-    if tl.program_id(1) == 0:
+    if i_p > 1:
+        if BT > 0:
+            tokens = tl.num_programs(0)
+            i_n = ((i_p - 2) * tokens + i_t) * 2
+            if i_n < outputs:
+                two_columns(hidden, weight, product, i_n, tokens, outputs, K, BT, BW, BC, CHAINED)
+    elif i_p == 0:
         o_r = tl.arange(0, BR)
         m_r = o_r < RANK
         # Volatile loads keep their order: the compiler would start the weight's, from memory, behind the squares.
@@ -91,8 +110,12 @@ def latent_input(
     cos_sin: torch.Tensor,
     slots: torch.Tensor,
     cache: torch.Tensor,
+    beside: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Normed query latents [T, R] of x's type; the keys' rows go to ``slots`` int [S] of ``cache``, in place.
+
+    ``beside``: hidden states [T, K] of at most `row_product.BESIDE_TOKENS` tokens, a weight [N, K], and where their
+    product [T, N] goes, as :func:`~glm5deploy.kernels.row_product.row_product` gives it.
 
     x [T, R + 576]; weights [R] and [512] of the two norms, eps of both; positions int [T]; cos_sin [P, 64] (cosines,
     then sines); cache as in :func:`~glm5deploy.kernels.latent_cache.store_latent`. S <= T: later tokens are padding and
@@ -106,9 +129,15 @@ def latent_input(
     require(positions.shape[0] == tokens >= slots.shape[0], "every token needs a position, and no other a slot")
     packed, scales, ropes = cache_views(cache)
     out = x.new_empty((tokens, rank))
+    hidden, weight, product = beside or (x, x, x)
+    outputs, width = (weight.shape[0], hidden.shape[1]) if beside else (0, 1)
+    if beside:
+        check_rows(hidden, weight, BESIDE_TOKENS)
+        require(product.shape == (tokens, outputs) and product.is_contiguous(), f"a product must be [{tokens}, N]")
     if tokens == 0:
         return out
-    latent_input_kernel[(tokens, 2)](
+    tile = row_tile(width, _WARPS)
+    latent_input_kernel[(tokens, 2 + triton.cdiv(outputs, 2 * tokens))](
         x,
         q_weight,
         kv_weight,
@@ -119,15 +148,23 @@ def latent_input(
         cache,
         scales,
         ropes,
+        hidden,
+        weight,
+        product,
         eps,
         slots.shape[0],
+        outputs,
         x.stride(0) if tokens > 1 else x.shape[1],  # one row has any; kernels are compiled for those of a matrix
         cache.stride(0),
         RANK=rank,
         BR=triton.next_power_of_2(rank),
         BLOCK=cache.shape[1],
         PACKED=packed,
-        num_warps=4,
+        K=width,
+        BT=triton.next_power_of_2(tokens) if beside else 0,
+        BW=tile[0],
+        BC=tile[1],
+        num_warps=_WARPS,
         **chained(x.device),
     )
     return out

@@ -35,11 +35,16 @@ def _inputs(serving: Serving, device: torch.device) -> Iterator[Launch]:
     positions = torch.zeros(MOST_TOKENS + 1, dtype=torch.int64, device=device)
     angles = torch.zeros((1, QK_DIM - LATENT_DIM), dtype=serving.dtype, device=device)
 
-    def latents() -> None:
-        x = torch.zeros((1, serving.query_rank + QK_DIM), dtype=serving.dtype, device=device)
+    def latents(beside: int) -> None:
+        tokens = max(1, beside)
+        x = torch.zeros((tokens, serving.query_rank + QK_DIM), dtype=serving.dtype, device=device)
         weights = torch.zeros(serving.query_rank + LATENT_DIM, dtype=serving.dtype, device=device)
         norms = weights[: serving.query_rank].clone(), weights[serving.query_rank :].clone()
-        latent_input(x, *norms, 1e-5, positions[:1], angles, positions[:1], serving.latent_block(device))
+        hidden = torch.zeros((tokens, serving.width), dtype=serving.dtype, device=device)
+        weight = torch.zeros((INDEX_DIM + serving.index_heads, serving.width), dtype=serving.dtype, device=device)
+        multiplied = (hidden, weight, hidden.new_empty((tokens, len(weight)))) if beside else None
+        place = positions[:tokens]
+        latent_input(x, *norms, 1e-5, place, angles, place, serving.latent_block(device), multiplied)
 
     def queries(tokens: int, topk: int) -> None:
         width = serving.query_nope + QK_DIM - LATENT_DIM
@@ -51,7 +56,9 @@ def _inputs(serving: Serving, device: torch.device) -> Iterator[Launch]:
         query_input(q, weight, positions[:tokens], angles, lookup if topk else None)
 
     if serving.query_rank:
-        yield Launch(("layer input", "latents"), latents)
+        most = row_product.BESIDE_TOKENS if serving.index_at_once and serving.width else 0
+        for tokens in range(most + 1):
+            yield Launch(("layer input", "latents", tokens), partial(latents, tokens))
     if serving.query_nope:
         for tokens, topk in product((1, MOST_TOKENS + 1), (0, serving.topk) if serving.values else (0,)):
             yield Launch(("layer input", "queries", tokens, topk), partial(queries, tokens, topk))

@@ -97,18 +97,19 @@ class Glm5Indexer(nn.Module):
         positions: torch.Tensor,
         rotary_emb: Any,
         q: torch.Tensor | None = None,
+        both: torch.Tensor | None = None,
     ) -> None:
         """hidden_states [T, hidden], qr [T, q rank], positions [T] -> topk_indices_buffer[:T], -1 padded.
 
-        ``q`` [T, index heads * 128] is ``wq_b`` of ``qr`` where it has been computed; its tokens may lie apart.
+        What has been computed: ``q`` [T, index heads * 128] is ``wq_b`` of ``qr``, and its tokens may lie apart;
+        ``both`` [T, 128 + index heads] is ``wk_weights_proj`` of hidden_states.
         """
         q = (self.wq_b(qr)[0] if q is None else q).view(-1, self.n_head, self.head_dim)
         # vLLM's layer without quantisation is this product, too.
-        both = (
-            index_product.OP(hidden_states, self.wk_weights_proj.weight)
-            if self.own_product
-            else self.wk_weights_proj(hidden_states)[0]
-        )
+        if both is None and self.own_product:
+            both = index_product.OP(hidden_states, self.wk_weights_proj.weight)
+        elif both is None:
+            both = self.wk_weights_proj(hidden_states)[0]
         key, weights = both.split([self.head_dim, self.n_head], dim=-1)
         norm_weight, norm_bias = self.k_norm.weight, self.k_norm.bias
         cos_sin = rotary_emb.cos_sin_cache

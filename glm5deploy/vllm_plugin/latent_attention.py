@@ -4,8 +4,8 @@ Between its first product and attention vLLM launches a norm of the query's late
 the store into the cache, and the product with W_UK. The setting ``glm5_fusion`` of vLLM's additional configuration says
 how much of it runs in kernels of this package: ``off`` nothing; ``latent`` both norms, the key's RoPE and the store, in
 one launch; ``query`` also the query's RoPE and W_UK, in one more; ``norms`` the same here, and more in front of it;
-``experts`` also, of few tokens, the products that make queries and index queries of latents, in one, and behind
-attention the combination of its parts and W_UV, in one. Numbers are rounded where vLLM rounds them.
+``experts`` also, of few tokens, index keys and head weights beside the norms, queries and index queries in one product,
+and behind attention the combination of its parts and W_UV, in one. Numbers are rounded where vLLM rounds them.
 
 The CPU engine, and a vLLM whose code is not the one that is replaced here, run vLLM's own layer.
 """
@@ -56,8 +56,10 @@ class Glm5LatentAttention(MultiHeadLatentAttentionWrapper):
         cos_sin = self.rotary_emb._match_cos_sin_cache_dtype(x)
         layer = _encode_layer_name(self.mla_attn.layer_name)
         norm = self.q_a_layernorm
-        q_latent = latent_ops.latent_input(
-            x, positions, cos_sin, norm.weight, self.kv_a_layernorm.weight, norm.variance_epsilon, layer
+        norms = norm.weight, self.kv_a_layernorm.weight, norm.variance_epsilon
+        beside = self.index_weight()
+        q_latent, projected = latent_ops.latent_input(
+            x, positions, cos_sin, *norms, layer, None if beside is None else hidden_states, beside
         )
         if self.both_queries is not None:
             q, index_q = self.both_queries(q_latent)
@@ -65,7 +67,8 @@ class Glm5LatentAttention(MultiHeadLatentAttentionWrapper):
             q, index_q = self.q_b_proj(q_latent)[0], None
         q = q.view(-1, self.num_heads, self.qk_head_dim)  # whose tokens lie apart where index queries are between them
         if self.indexer and not self.skip_topk:
-            self.indexer(hidden_states, q_latent, positions, self.indexer_rope_emb, index_q)
+            done = index_q, None if beside is None else projected
+            self.indexer(hidden_states, q_latent, positions, self.indexer_rope_emb, *done)
         self.mla_attn.impl.record_logical_topk_ready()
         out = q.new_empty((hidden_states.shape[0], self.num_heads * self.v_head_dim))
         if engine_config.reaches(self.fusion, "query"):
@@ -78,6 +81,12 @@ class Glm5LatentAttention(MultiHeadLatentAttentionWrapper):
             key, key_rope = x[:, self.q_lora_rank :].split([LATENT_DIM, ROPE_DIM], dim=-1)
             torch.ops.vllm.unified_mla_attention_with_output(q, key, key_rope.unsqueeze(1), out, layer)
         return self.o_proj(out)[0]  # type: ignore[no-any-return]
+
+    def index_weight(self) -> torch.Tensor | None:
+        """What the launch behind the first product multiplies hidden states with, for the indexer; None for nothing."""
+        if self.indexer is None or self.skip_topk or not engine_config.reaches(self.fusion, "experts"):
+            return None
+        return self.indexer.wk_weights_proj.weight if self.indexer.own_product else None
 
 
 def both_queries(layer: Any) -> LinearPair | None:

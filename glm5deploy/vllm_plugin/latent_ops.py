@@ -10,7 +10,7 @@ from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfe
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name, direct_register_custom_op
 
 from glm5deploy.kernels.layout import PACKED_ROW_BYTES, QK_DIM
-from glm5deploy.vllm_plugin import PACKED
+from glm5deploy.vllm_plugin import PACKED, index_product
 
 
 def glm5_latent_input(
@@ -21,13 +21,19 @@ def glm5_latent_input(
     kv_weight: torch.Tensor,
     eps: float,
     layer_name: LayerNameType,
-) -> torch.Tensor:
+    hidden_states: torch.Tensor | None,
+    index_weight: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm the latents x [T, R + 576] of query and key, store the key's with its RoPE: the query's [T, R].
+
+    With ``hidden_states`` [T, K] and ``index_weight`` [N, K] their product [T, N] as well, of one or two tokens in the
+    same launch; the second tensor is empty otherwise.
 
     Part of every CUDA graph, where vLLM's own store runs between the pieces of one: slots lie in a buffer that keeps
     its address. RuntimeError where a graph is captured without them, whose replays would store nothing.
     """
     from glm5deploy.kernels.latent_input import latent_input
+    from glm5deploy.kernels.row_product import BESIDE_TOKENS
 
     name = _resolve_layer_name(layer_name)
     _, attention, cache, slots = get_attention_context(name)
@@ -35,7 +41,13 @@ def glm5_latent_input(
         raise RuntimeError(f"{name}: a graph is captured without slots for the cache")
     if slots is None or not cache.numel():
         slots, cache = positions.new_empty(0), _no_cache(attention, x)
-    return latent_input(x, q_weight, kv_weight, eps, positions, cos_sin, slots.flatten()[: x.shape[0]], cache)
+    arguments = (x, q_weight, kv_weight, eps, positions, cos_sin, slots.flatten()[: x.shape[0]], cache)
+    if hidden_states is None or index_weight is None:
+        return latent_input(*arguments), x.new_empty(0)
+    if len(hidden_states) > BESIDE_TOKENS or not hidden_states.is_contiguous():
+        return latent_input(*arguments), index_product.glm5_index_product(hidden_states, index_weight)
+    product = hidden_states.new_empty((len(hidden_states), len(index_weight)))
+    return latent_input(*arguments, (hidden_states, index_weight, product)), product
 
 
 def _no_cache(attention: Any, x: torch.Tensor) -> torch.Tensor:
@@ -55,8 +67,13 @@ def _latent_input_fake(
     kv_weight: torch.Tensor,
     eps: float,
     layer_name: LayerNameType,
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], q_weight.shape[0]))
+    hidden_states: torch.Tensor | None,
+    index_weight: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    latents = x.new_empty((x.shape[0], q_weight.shape[0]))
+    if hidden_states is None or index_weight is None:
+        return latents, x.new_empty(0)
+    return latents, hidden_states.new_empty((hidden_states.shape[0], index_weight.shape[0]))
 
 
 @eager_break_during_capture  # type: ignore[untyped-decorator]

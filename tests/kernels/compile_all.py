@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5deploy.kernels.query_input import REGISTERS
-from glm5deploy.kernels.row_product import ROUTER_TOKENS
+from glm5deploy.kernels.row_product import BESIDE_TOKENS, ROUTER_TOKENS
 from glm5deploy.kernels.tuning import (
     FIRST_FP8_ARCH,
     SHARED_LIMIT,
@@ -238,11 +238,13 @@ def input_jobs(arch: int) -> Iterator[Job]:
     types = {"positions": I64, "slots": I64, "cos_sin": BF16, "x": BF16, "q_weight": BF16, "kv_weight": BF16}
     types |= {"q_out": BF16, "eps": "fp32"}
     aligned = ("x", "q_weight", "kv_weight", "cos_sin", "q_out", "cache", "cache_scales", "cache_ropes", "stride_x")
-    for packed in (False, True):
+    types |= {"hidden": BF16, "weight": BF16, "product": BF16}
+    for packed, tokens in product((False, True), (0, *range(1, BESIDE_TOKENS + 1))):
         cache = {"cache": U8 if packed else BF16, "cache_scales": F32 if packed else BF16, "cache_ropes": BF16}
-        constants = {"RANK": 2048, "BR": 2048, "BLOCK": 64, "PACKED": packed}
+        constants = {"RANK": 2048, "BR": 2048, "BLOCK": 64, "PACKED": packed, "BT": tokens, "BC": 1024}
+        constants |= {"K": 6144, "BW": 8} if tokens else {"K": 1, "BW": 1}
         kernel = "latent_input.latent_input_kernel"
-        yield Job(kernel, arch, 4, 3, types | cache, constants, (*aligned, "stride_block"))
+        yield Job(kernel, arch, 4, 3, types | cache, constants, (*aligned, "hidden", "weight", "stride_block"))
     types = {"q": BF16, "weight": BF16, "positions": I64, "cos_sin": BF16, "latent_out": BF16, "rope_out": BF16}
     types |= dict.fromkeys(("selected", "request_of_token", "block_table", "slots", "counts"), I32)
     aligned = ("q", "weight", "cos_sin", "latent_out", "rope_out", "stride_q", "stride_weight_h")

@@ -20,7 +20,7 @@ from glm5deploy.kernels.index_input import index_input
 from glm5deploy.kernels.latent_cache import store_latent
 from glm5deploy.kernels.latent_input import latent_input
 from glm5deploy.kernels.query_input import query_input
-from glm5deploy.kernels.row_product import MOST_TOKENS, ROUTER_TOKENS, row_product
+from glm5deploy.kernels.row_product import BESIDE_TOKENS, MOST_TOKENS, ROUTER_TOKENS, row_product
 from glm5deploy.kernels.slots import Lookup, slots_from_positions
 from glm5deploy.kernels.step_tokens import step_tokens
 from glm5deploy.kernels.topk import select_topk, topk_workspace_elements
@@ -92,6 +92,10 @@ def before_attention(serving: Serving, slots: torch.Tensor, cache: torch.Tensor)
     norms = torch.ones(serving.query_rank, dtype=kind), torch.ones(512, dtype=kind)
     latents = torch.zeros(tokens, serving.query_rank + 576, dtype=kind)
     latent_input(latents, *norms, 1e-5, slots, angles, slots[random.randint(0, tokens) :], cache)
+    few, index = min(tokens, random.randint(1, BESIDE_TOKENS)), 128 + serving.index_heads
+    wide = [torch.zeros(rows, serving.width, dtype=kind) for rows in (few, index)]
+    place = slots[:few]
+    latent_input(latents[:few], *norms, 1e-5, place, angles, place, cache, (*wide, torch.zeros(few, index, dtype=kind)))
     q = torch.zeros(tokens, serving.heads, serving.query_nope + 64, dtype=kind)
     both = torch.zeros(serving.heads, serving.query_nope + 256, 512, dtype=kind)
     query_input(q, both[:, : serving.query_nope], slots, angles, random.choice((None, lookup(serving, tokens))))

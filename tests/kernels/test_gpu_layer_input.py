@@ -15,6 +15,7 @@ from glm5deploy.kernels.latent_cache import store_latent
 from glm5deploy.kernels.latent_input import latent_input, latent_input_reference
 from glm5deploy.kernels.measure import graph_time
 from glm5deploy.kernels.query_input import query_input, query_input_reference
+from glm5deploy.kernels.row_product import BESIDE_TOKENS, row_product
 from glm5deploy.kernels.slots import Lookup, slots_from_positions
 from tests.support.compare import relative_rms
 
@@ -40,6 +41,8 @@ class Case:
         self.slots = torch.randperm(4 * tokens, device="cuda")[:tokens]
         self.slots[::5] = -1
         self.blocks = -(-4 * tokens // BLOCK)
+        self.rows = random(tokens, 6144), random(160, 6144) * 0.02
+        self.product = random(tokens, 160)
         table = torch.randperm(64 * tokens, device="cuda").int().view(tokens, 64)  # of contexts of 4096
         selected = torch.randint(-1, 4096, (tokens, TOPK), device="cuda").int()
         requests, slots = torch.arange(tokens, device="cuda").int(), torch.empty_like(selected)
@@ -52,6 +55,14 @@ class Case:
 
     def latents(self, cache: torch.Tensor) -> torch.Tensor:
         return latent_input(self.x, *self.norms, EPS, self.positions, self.cos_sin, self.slots, cache)
+
+    def with_product(self, cache: torch.Tensor) -> torch.Tensor:
+        arguments = (self.x, *self.norms, EPS, self.positions, self.cos_sin, self.slots, cache)
+        return latent_input(*arguments, (*self.rows, self.product))
+
+    def then_product(self, cache: torch.Tensor) -> None:
+        self.latents(cache)
+        row_product(*self.rows)
 
     def queries(self) -> tuple[torch.Tensor, torch.Tensor]:
         return query_input(self.q, self.weight, self.positions, self.cos_sin)
@@ -102,6 +113,17 @@ def test_packed_rows_are_those_of_the_stored_latents(tokens: int) -> None:
     assert torch.equal(packed, expected)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tokens", range(1, BESIDE_TOKENS + 1))
+def test_hidden_states_are_multiplied_beside_latents(tokens: int, packed: bool) -> None:
+    case = Case(tokens)
+    cache, expected_cache = case.cache(packed), case.cache(packed)
+    assert torch.equal(case.with_product(cache), case.latents(expected_cache))
+    torch.testing.assert_close(cache, expected_cache, rtol=0, atol=0, equal_nan=True)
+    hidden, weight = case.rows
+    assert relative_rms(case.product.float(), hidden.float() @ weight.float().T) <= 4e-3
+
+
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("tokens", [1, 8, 16, 17, 300])
 def test_queries_are_near_the_reference(tokens: int, heads: int) -> None:
@@ -135,6 +157,11 @@ def test_both_replay_from_a_graph_and_tell_how_long_they_take(tokens: int, monke
     replayed(cases[0].queries)
     latents = [lambda c=case, k=cache: c.latents(k) for case, cache in zip(cases, caches, strict=True)]
     replayed(cases[0].with_slots)
+    if tokens <= BESIDE_TOKENS:
+        replayed(lambda: cases[0].with_product(caches[0]))
+        both = [lambda c=case, k=cache: c.with_product(k) for case, cache in zip(cases, caches, strict=True)]
+        turns = [lambda c=case, k=cache: c.then_product(k) for case, cache in zip(cases, caches, strict=True)]
+        print(f"\nlatents with an index product {graph_time(both):.2f} us, in two launches {graph_time(turns):.2f}")
     queries, with_slots = [case.queries for case in cases], [case.with_slots for case in cases]
     out = torch.empty(tokens, 8, 512, dtype=torch.bfloat16, device="cuda")
     apart = [

@@ -79,6 +79,26 @@ def test_half_precision_is_rounded_as_separate_operations_round() -> None:
     assert torch.equal(cache[0, :5, 512:], rows[:, 512:])
 
 
+@pytest.mark.parametrize(("tokens", "outputs", "width"), [(1, 10, 6144), (2, 7, 1000), (2, 160, 300)])
+def test_hidden_states_are_multiplied_beside(tokens: int, outputs: int, width: int) -> None:
+    """The product is torch's and the rest is what it is without; one program's second column is not there."""
+    x, q_weight, kv_weight = inputs(tokens, 96, torch.float32)
+    positions, cos_sin = torch.arange(tokens), angles(50, torch.float32)
+    hidden, weight = torch.randn(tokens, width), torch.full((outputs + 1, width), torch.nan)
+    weight[:outputs] = torch.randn(outputs, width)
+    memory = torch.full((tokens * outputs + 1,), -9.0)
+    cache, expected_cache = plain_cache(1, torch.float32), plain_cache(1, torch.float32)
+    arguments = (x, q_weight, kv_weight, EPS, positions, cos_sin, positions + 3)
+    product = memory[:-1].view(tokens, outputs)
+    q = latent_input(*arguments, cache, (hidden, weight[:outputs], product))
+    assert torch.equal(q, latent_input(*arguments, expected_cache))
+    torch.testing.assert_close(cache, expected_cache, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(product, (hidden.double() @ weight[:outputs].double().T).float(), rtol=1e-5, atol=1e-4)
+    assert memory[-1] == -9
+    with pytest.raises(ValueError, match=r"must be \[.*, N\]"):
+        latent_input(*arguments, cache, (hidden, weight[:outputs], product[:, 1:]))
+
+
 def test_tokens_without_a_slot_are_normed_and_not_stored() -> None:
     """Padding of a CUDA graph, and the profiling run, which has no cache."""
     x, q_weight, kv_weight = inputs(6, 64, torch.float32)
