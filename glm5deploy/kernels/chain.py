@@ -10,7 +10,9 @@ long again. A launch with Triton's option ``launch_pdl`` may begin once every pr
 - Before that a program reads weights at most, which nobody writes while a model runs.
 - :func:`let_next_begin` comes behind the wait. A launch that begins then finds all but this one ended, which is what
   kernels of others, with waits of their own, were written for. Called behind a kernel's main loop it leaves the
-  multiprocessors to that loop; a launch of few programs calls it at once.
+  multiprocessors to that loop; a launch of few programs calls it at once. A launch with a program on nearly every
+  multiprocessor does not call it: what begins beside it finds room on the few that are free, and crowds them (the
+  output projection behind `value_output` took 16.6 us for 8.7 so). The next one then begins as these programs end.
 - A launch without the option, an event, and a copy wait for the whole launch ahead, as ever.
 """
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from glm5deploy.kernels.chain import chained, let_next_begin, wait_for_previous
+from glm5deploy.kernels.chain import chained, wait_for_previous
 from glm5deploy.kernels.layout import require, row_tile
 
 MOST_TOKENS = 8
@@ -40,7 +40,6 @@ def two_columns(
     EARLY: tl.constexpr = BT <= 4  # of more rows, what is loaded must be used before all of it has come
     if not EARLY:
         wait_for_previous(CHAINED)
-        let_next_begin(CHAINED)
     # Volatile loads are started in this order, before any arithmetic: the weight's, from memory, are what takes long.
     p_w = weight + i_n * K + o_k
     b_first = tl.load(p_w, mask=m_k, other=0.0, volatile=True)  # [BR, BC]
@@ -49,8 +48,6 @@ def two_columns(
         wait_for_previous(CHAINED)
     p_x = x + o_t[:, None, None] * K + o_k[None, :, :]
     b_x = tl.load(p_x, mask=m_t[:, None, None] & m_k[None, :, :], other=0.0, volatile=True)  # [BT, BR, BC]
-    if EARLY:
-        let_next_begin(CHAINED)
     b_x = b_x.to(tl.float32)
     b_first_out = tl.sum(tl.sum(b_x * b_first.to(tl.float32)[None, :, :], axis=1), axis=1)  # [BT]
     b_second_out = tl.sum(tl.sum(b_x * b_second.to(tl.float32)[None, :, :], axis=1), axis=1)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from glm5deploy.kernels.chain import chained, let_next_begin, wait_for_previous
+from glm5deploy.kernels.chain import chained, wait_for_previous
 from glm5deploy.kernels.layout import LATENT_DIM, require
 
 MOST_ROWS = 16
@@ -42,7 +42,6 @@ def value_output_kernel(
     b_part = tl.load(p_part, mask=(o_s < splits)[:, None], other=0.0)  # [BS, 512]
     # No load is moved over a barrier: half of those above would otherwise be started when the lse is there.
     tl.debug_barrier()
-    let_next_begin(CHAINED)
     b_lse = tl.load(partial_lse + i_row * splits + o_s, mask=o_s < splits, other=float("-inf"))  # [BS]
     b_finite = tl.maximum(b_lse, -1.0e30)
     b_share = tl.where(b_lse > -1.0e30, tl.exp(b_finite - tl.max(b_finite, axis=0)), 0.0)

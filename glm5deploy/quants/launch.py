@@ -195,7 +195,6 @@ def few_launch(tokens: int, topk: int, n: int, supers: int, outputs: int, proces
     ``n`` hidden units of ``supers`` super-blocks, ``outputs`` outputs.
     """
     experts = tokens * topk + 1
-    return (
-        gate_up_launch(experts, experts, n, supers, processors),
-        down_launch(experts, experts, outputs, processors),
-    )
+    # Two experts' loops and the choice would be given 254 registers, of which four programs fit a multiprocessor.
+    gate_up = replace(gate_up_launch(experts, experts, n, supers, processors), registers=128)
+    return gate_up, down_launch(experts, experts, outputs, processors)
