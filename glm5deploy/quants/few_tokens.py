@@ -38,11 +38,13 @@ def few(
     chosen: Choice | Chosen,
     out: torch.Tensor | None = None,
     configs: Configs | None = None,
+    ahead: int = 0,
 ) -> torch.Tensor:
     """The shared expert's down(silu(gate x) * up x) and each token's experts', weighted, summed: [T, hidden] as x.
 
     As ``moe``, for at most :data:`launch.FEW_TOKENS` tokens and a shared expert that fits; a Choice is one token's.
-    The sum begins with the shared expert, and no term of it is rounded.
+    The sum begins with the shared expert, and no term of it is rounded. ``ahead`` asks for the second product's weights
+    in the first: 0 never, 1 as soon as a program knows its expert, 2 once it has multiplied.
     """
     tokens, topk = x.shape[0], chosen.topk if isinstance(chosen, Choice) else chosen[0].shape[1]
     if not (0 < tokens <= launch.FEW_TOKENS and shared.fits(gate, up, down) and x.shape[1] == gate.columns):
@@ -59,8 +61,9 @@ def few(
     first, last = shared.gate_up[0], shared.gate_up[-1]
     few_gate_up_kernel[(blocks, 1 + pairs, a.parts)](
         x, *pointers(gate), *pointers(up), *pointers(first), *pointers(last), ids, weights,
-        choice.logits if choice else weights, choice.bias if choice else weights, hidden, parts, tickets,
-        pairs, tokens, 0, n, first.rows, first.rows - n, gate.columns, row_stride(x), gate.supers, a.parts,
+        choice.logits if choice else weights, choice.bias if choice else weights, *pointers(down),
+        *pointers(shared.down), hidden, parts, tickets, pairs, tokens, 0, n, first.rows, first.rows - n, gate.columns,
+        row_stride(x), gate.supers, a.parts, *_plane_bytes(down), *_plane_bytes(shared.down), AHEAD=ahead,
         G=kernel_format(gate.format), U=kernel_format(up.format), A=kernel_format(first.format),
         B=kernel_format(last.format), TOPK=topk, E=gate.experts if choice else 0,
         EX=max(32, triton.next_power_of_2(gate.experts)), WARPS=a.warps, BN=a.bn, BM=a.bm, PAIRS=search,
@@ -80,6 +83,11 @@ def few(
         terms, ids, terms[pairs:], out, down.rows, TOPK=topk, BN=span, ALSO=True, num_warps=4, **chained(x.device)
     )  # fmt: skip
     return out
+
+
+def _plane_bytes(planes: Planes) -> list[int]:
+    """Of one expert."""
+    return [0 if t is None else t[0].nbytes for t in (planes.low, planes.high, planes.words, planes.halves)]
 
 
 def _chosen(

@@ -84,6 +84,30 @@ def expert_of_rank(
 
 
 @triton.jit
+def _ask_plane(plane, e, BYTES):
+    """This program's share of expert e's BYTES of a plane."""
+    programs = tl.num_programs(0) * tl.num_programs(2)
+    mine = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    last = (mine + 1) * (BYTES // 128) // programs
+    start = plane.to(tl.int64, bitcast=True) + tl.cast(BYTES, tl.int64) * e
+    for first in range(mine * (BYTES // 128) // programs, last, 64):
+        o = tl.minimum(first + tl.arange(0, 64), last - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [start + o.to(tl.int64) * 128], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def ask_expert(low, high, words, halves, e, LOW, HIGH, WORDS, HALVES):
+    """Of the second product's weights of expert e, what is this slot's program's to ask for: bytes of each plane."""
+    _ask_plane(low, e, LOW)
+    _ask_plane(high, e, HIGH)
+    _ask_plane(words, e, WORDS)
+    _ask_plane(halves, e, HALVES)
+
+
+@triton.jit
 def _routed_pairs(
     ids, scores, logits, bias, slot, P, FIRST, E: tl.constexpr, EX: tl.constexpr, WARPS: tl.constexpr,
     PAIRS: tl.constexpr, BM: tl.constexpr, PTX: tl.constexpr, CHAINED: tl.constexpr,
@@ -100,10 +124,15 @@ def _routed_pairs(
         return pairs_of(ids, ids, ids, slot, P, PAIRS, BM)
 
 
-@triton.jit(do_not_specialize=["P", "T", "FIRST", "SUPERS", "PARTS"])
+@triton.jit(
+    do_not_specialize=[
+        "P", "T", "FIRST", "SUPERS", "PARTS", "LOW", "HIGH", "WORDS", "HALVES", "S_LOW", "S_HIGH", "S_WORDS", "S_HALVES"
+    ]
+)  # fmt: skip
 def few_gate_up_kernel(
     x, gl, gh, gw, gs, ul, uh, uw, us, al, ah, aw, a_s, bl, bh, bw, bs, ids, scores, logits, bias,
-    hidden, parts, tickets, P, T, FIRST, N, ROWS, UP, K, x_stride, SUPERS, PARTS,
+    dl, dh, dw, ds, el, eh, ew, es, hidden, parts, tickets, P, T, FIRST, N, ROWS, UP, K, x_stride, SUPERS, PARTS,
+    LOW, HIGH, WORDS, HALVES, S_LOW, S_HIGH, S_WORDS, S_HALVES, AHEAD: tl.constexpr,
     G: tl.constexpr, U: tl.constexpr, A: tl.constexpr, B: tl.constexpr, TOPK: tl.constexpr,
     E: tl.constexpr, EX: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PAIRS: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, CHAINED: tl.constexpr,
@@ -121,19 +150,27 @@ def few_gate_up_kernel(
         ask_ahead(bl, bh, bw, bs, first, last, UP + n, ROWS, BN, B, CHAINED)
         wait_for_previous(CHAINED)
         m = tl.arange(0, BM)
+        if AHEAD == 1:
+            ask_expert(el, eh, ew, es, 0, S_LOW, S_HIGH, S_WORDS, S_HALVES)
         gate_up_tile(
             x, al, ah, aw, a_s, bl, bh, bw, bs, hidden, parts, tickets, m, P + m, T, 0, P + T, N, ROWS, UP, K,
             x_stride, SUPERS, PARTS, A, B, BN, BM, STAGES, EVEN, PTX, CHAINED,
         )  # fmt: skip
+        if AHEAD == 2:
+            ask_expert(el, eh, ew, es, 0, S_LOW, S_HIGH, S_WORDS, S_HALVES)
     else:
         pairs, count, e = _routed_pairs(
             ids, scores, logits, bias, item - 1, P, FIRST, E, EX, WARPS, PAIRS, BM, PTX, CHAINED
         )
         if count > 0:
+            if AHEAD == 1:
+                ask_expert(dl, dh, dw, ds, e, LOW, HIGH, WORDS, HALVES)
             gate_up_tile(
                 x, gl, gh, gw, gs, ul, uh, uw, us, hidden, parts, tickets, pairs // TOPK, pairs, count, e, P + T, N,
                 N, 0, K, x_stride, SUPERS, PARTS, G, U, BN, BM, STAGES, EVEN, PTX, CHAINED,
             )  # fmt: skip
+            if AHEAD == 2:
+                ask_expert(dl, dh, dw, ds, e, LOW, HIGH, WORDS, HALVES)
 
 
 @triton.jit(do_not_specialize=["P", "T", "SUPERS", "TILES"])

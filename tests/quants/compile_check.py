@@ -77,7 +77,8 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
     }
     common |= {"ids": "*i32", "order": "*i32", "work": "*i32", "weights": "*fp32"}
     letters = ("M", "N", "K", "P", "T", "n0", "n1", "NA", "NB", "ROWS", "UP", "FIRST", "SUPERS", "PARTS", "TILES")
-    sizes = dict.fromkeys((*letters, "x_stride", "y_stride"), "i32")
+    asked = [f"{whose}{plane}" for whose in ("", "S_") for plane in ("LOW", "HIGH", "WORDS", "HALVES")]
+    sizes = dict.fromkeys((*letters, *asked, "x_stride", "y_stride"), "i32")
     four, other = ("low", "high", "words", "halves"), ("al", "ah", "aw", "a_s")
     constants: dict[str, Any] = {"EVEN": True, "PTX": True}
     if kind in LINEAR:
@@ -105,7 +106,9 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
             for pointers, name in zip(fours, names, strict=True):
                 planes |= planes_signature(pointers, name)
             constants |= {letter: kernel_format(FORMATS[name]) for letter, name in zip("GUAB", names, strict=True)}
-            constants |= {"E": 256 if chosen else 0, "EX": 256, "WARPS": c.warps}
+            constants |= {"E": 256 if chosen else 0, "EX": 256, "WARPS": c.warps, "AHEAD": 0}
+            for pointers in (("dl", "dh", "dw", "ds"), ("el", "eh", "ew", "es")):
+                planes |= planes_signature(pointers, "Q6_K")
         else:
             c, kernel = both[1], few_tokens_kernel.few_down_kernel
             planes = planes_signature(four, names[0]) | planes_signature(other, names[1])
