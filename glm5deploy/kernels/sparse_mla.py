@@ -153,7 +153,6 @@ def sparse_mla_fwd_kernel(
         b_o3 = tl.dot(b_w3, b_kv3, b_o3 * b_shrink[:, None])
         b_m = b_m_new
 
-    let_next_begin(CHAINED)
     m_some = b_l > 0
     b_inverse = 1.0 / tl.where(m_some, b_l, 1.0)[:, None]
     b_lse = tl.where(m_some, (b_m + tl.log2(b_l)) * 0.6931471805599453, float("-inf"))

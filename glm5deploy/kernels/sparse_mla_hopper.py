@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from glm5deploy.kernels.chain import let_next_begin, wait_for_previous
+from glm5deploy.kernels.chain import wait_for_previous
 from glm5deploy.kernels.sparse_mla_hopper_rows import bring
 
 
@@ -54,10 +54,7 @@ def weigh(b_s, source, i, b_m, b_l, b_o, weights, scale_log2):
 
 
 @gluon.jit
-def attend(
-    queries, strides, source, shared, own, results, scale_log2, SPLIT: gl.constexpr, GROUP: gl.constexpr,
-    CHAINED: gl.constexpr,
-):  # fmt: skip
+def attend(queries, strides, source, shared, own, results, scale_log2, SPLIT: gl.constexpr, GROUP: gl.constexpr):
     """A warpgroup's N heads over all tiles."""
     p_nope, p_rope, heads = queries
     stride_nope_h, stride_rope_h, splits = strides
@@ -93,7 +90,6 @@ def attend(
         b_o = warpgroup_mma_wait(0, deps=[b_o])
         mbarrier.arrive(empty.index(i & 1), count=1)
 
-    let_next_begin(CHAINED)
     b_sum = gl.sum(b_l, axis=0)
     m_some = b_sum > 0
     b_o = b_o * (1.0 / gl.where(m_some, b_sum, 1.0))[None, :]
@@ -171,7 +167,7 @@ def sparse_mla_hopper_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (attend, (queries, strides, source, shared, own, results, scale_log2, SPLIT, 0, CHAINED)),
+                (attend, (queries, strides, source, shared, own, results, scale_log2, SPLIT, 0)),
                 (bring, (rows, source, shared, KV_FP8, CHAINED)),
             ],
             [BRING_WARPS],
@@ -180,8 +176,8 @@ def sparse_mla_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend, (queries, strides, source, shared, own, results, scale_log2, SPLIT, 0, CHAINED)),
-                (attend, (queries, strides, source, shared, own, results, scale_log2, SPLIT, 1, CHAINED)),
+                (attend, (queries, strides, source, shared, own, results, scale_log2, SPLIT, 0)),
+                (attend, (queries, strides, source, shared, own, results, scale_log2, SPLIT, 1)),
                 (bring, (rows, source, shared, KV_FP8, CHAINED)),
             ],
             [4, BRING_WARPS],

@@ -90,11 +90,6 @@ def _long(n: int, supers: int, processors: int) -> bool:
     return n > 64 * processors and supers > 8
 
 
-def _one_of_short_rows(m: int, n: int, supers: int, processors: int) -> bool:
-    """Whether the rows of one token are as many as ONE_ALONE needs, and as short."""
-    return m == 1 and n > 32 * processors and 1 < supers <= 8
-
-
 def integer_linear_launch(m: int, n: int, supers: int, processors: int) -> Launch | None:
     """For y[m, n] of a weight that can be multiplied as integers; None where that is not worth it."""
     if _long(n, supers, processors):
@@ -114,7 +109,7 @@ def linear_launch(m: int, n: int, supers: int, processors: int, together: bool =
     """For y[m, n] with ``supers`` super-blocks along K."""
     if _long(n, supers, processors) and m <= 16:
         return LONG_FEW if m <= 8 else LONG_SOME
-    if _one_of_short_rows(m, n, supers, processors):
+    if m == 1 and n > 32 * processors and 1 < supers <= 8:
         return ONE_ALONE
     few = FEW_ALONE if n > 12 * processors else FEW_SPREAD
     some = SOME if n > 16 * processors else SOME_SPREAD
@@ -126,8 +121,6 @@ def pair_launch(m: int, n: int, supers: int, processors: int) -> Launch | None:
     """For two weights of ``n`` rows together; None where they are launches of their own."""
     if m > PAIR_TOKENS:
         return None
-    if _one_of_short_rows(m, n, supers, processors):
-        return ONE_ALONE
     few = FEW_ALONE if n > 32 * processors else FEW_SPREAD
     c = few if m <= 8 else SOME
     return _split(c, -(-m // c.bm) * -(-n // c.bn), supers, processors, LINEAR_PART)
@@ -197,4 +190,7 @@ def few_launch(tokens: int, topk: int, n: int, supers: int, outputs: int, proces
     experts = tokens * topk + 1
     # Two experts' loops and the choice would be given 254 registers, of which four programs fit a multiprocessor.
     gate_up = replace(gate_up_launch(experts, experts, n, supers, processors), registers=128)
-    return gate_up, down_launch(experts, experts, outputs, processors)
+    down = down_launch(experts, experts, outputs, processors)
+    if tokens == 1:
+        down = replace(down, tiles=-(-experts * outputs // (down.bn * 4 * processors)))
+    return gate_up, down
