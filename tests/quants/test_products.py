@@ -90,7 +90,7 @@ def test_linear_reads_and_writes_views() -> None:
     ("names", "m", "rows", "columns", "one"),
     [
         (("Q5_K", "Q8_0"), 1, (40, 24), 512, True),
-        (("Q8_0", "Q5_K"), 1, (90, 60), 512, True),  # many short rows: no parts
+        (("Q8_0", "Q5_K"), 1, (90, 60), 512, True),  # many rows: a warp to itself
         (("Q8_0", "Q8_0"), 1, (90, 60), 512, True),
         (("Q4_K", "Q4_K"), 9, (40, 100), 768, True),
         (("BF16", "Q4_K"), 3, (33, 1), 768, True),
