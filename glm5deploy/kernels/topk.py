@@ -74,7 +74,8 @@ def select_topk(
     """`reference.select_topk` on the GPU: exact, ties by lower position, ascending, -1 padded.
 
     Args:
-        logits: fp32 [T, S], unit column stride; memory is read in whole 16 bytes around each row.
+        logits: fp32 [T, S], unit column stride; memory is read in whole 16 bytes around each row, behind a row's length
+            too, whatever it holds.
         lengths: int32 [T]. starts: int32 [T], zeros when absent.
         k: 1 .. 4096. max_length: no length exceeds it; it fixes the launches, so a captured graph serves all lengths.
         out: int32 [T, >= k], unit column stride; the first k columns are written.
@@ -91,11 +92,15 @@ def select_topk(
         return out
     first = lengths if starts is None else starts
     row_arguments = (logits, first, lengths, out, k, logits.stride(0), out.stride(0))
-    if steps := config.step(width, rows > of.multiprocessors):
+    crowded = rows > of.multiprocessors
+    if steps := config.step(width, crowded):
         from glm5deploy.kernels.topk_steps import topk_steps_kernel  # needs Gluon: `steps_ready`
 
+        # Columns behind a row's end cost nothing where its length is what is waited for; many rows wait for memory.
+        columns = 0 if crowded or starts is not None else min(max_length, logits.shape[1])
         topk_steps_kernel[(rows,)](
             *row_arguments,
+            columns,
             HAS_STARTS=starts is not None,
             WARPS=steps.warps,
             GROUPS=steps.groups,

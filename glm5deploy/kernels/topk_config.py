@@ -31,12 +31,12 @@ class Steps:
     """A launch of `topk_steps`."""
 
     warps: int
-    groups: int  # of 128 columns that a warp holds
+    groups: int  # of 128 columns that a warp holds: 4, 6 or 8
     registers: int | None = BLOCK_REGISTERS  # a thread may use, None for any number
     log_bins: int = 7
 
     def __post_init__(self) -> None:
-        require(self.groups % 4 == 0, f"groups must be a multiple of 4, got {self.groups}")
+        require(self.groups in (4, 6, 8), f"groups must be 4, 6 or 8, got {self.groups}")
 
     @property
     def columns(self) -> int:
@@ -46,12 +46,12 @@ class Steps:
     @property
     def sparing(self) -> bool:
         """Whether the kernel must spare registers: twice as many columns a thread in as many of them."""
-        return self.groups > 4 and self.registers is not None
+        return self.groups == 8 and self.registers is not None
 
 
 # The first one that a row fits is taken. Where two programs must share a multiprocessor, all of them leave room for it.
-STEPS = (Steps(8, 4), Steps(16, 4), Steps(16, 8, None))
-CROWDED_STEPS = (*STEPS[:2], Steps(16, 8))
+STEPS = (Steps(8, 4), Steps(16, 4), Steps(16, 6, None), Steps(16, 8, None))
+CROWDED_STEPS = (*STEPS[:2], Steps(16, 6), Steps(16, 8))
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,9 @@ def test_steps_take_rows_up_to_their_limit_on_the_architecture_that_was_measured
         assert topk_variant(rows, 4096, 2048, 4096, of) == ("steps", 8, 4, 64)
         assert topk_variant(rows, 4095, 2048, 4095, of) == ("steps", 16, 4, 64)
         assert topk_variant(rows, 8192, 2048, 8192, of) == ("steps", 16, 4, 64)
-        assert topk_variant(rows, 8190, 2048, 8191, of) == ("steps", 16, 8, most)
+        assert topk_variant(rows, 8190, 2048, 8191, of) == ("steps", 16, 6, most)
+        assert topk_variant(rows, 12_288, 2048, 12_288, of) == ("steps", 16, 6, most)
+        assert topk_variant(rows, 12_286, 2048, 12_287, of) == ("steps", 16, 8, most)
         assert topk_variant(rows, limit, 2048, limit, of) == ("steps", 16, 8, most)
         beyond = "parts" if rows == 1 else "stream"
         assert topk_variant(rows, limit - 2, 2048, limit - 1, of)[0] == beyond

@@ -36,11 +36,13 @@ class Built:
     program: Program
     columns: int
     first: Program | None = None
+    early: bool | None = None  # where it is told of columns: all of them, or none
 
     def run(self, row: int, numbers: list[Any], out: Any, k: int, strides: list[int]) -> bool:
         """Select from a row; `numbers` are logits, starts and lengths. Whether lists of parts were searched for it."""
         if self.first is None:
-            self.program.run((row,), [*numbers, out, k, *strides])
+            columns = [] if self.early is None else [strides[0] * self.early]
+            self.program.run((row,), [*numbers, out, k, *strides, *columns])
             return False
         entries = self.columns // PARTS
         rows = row + 1
@@ -67,9 +69,10 @@ def kernels() -> Iterator[tuple[Built, bool]]:
     from glm5deploy.kernels.topk_steps import topk_steps_kernel
     from glm5deploy.kernels.topk_stream import topk_parts_kernel, topk_stream_kernel
 
-    for warps, groups, bins, starts in ((2, 4, 7, False), (1, 8, 5, True)):
-        constants = {"HAS_STARTS": starts, "WARPS": warps, "GROUPS": groups, "LOG_BINS": bins, "SPARING": groups > 4}
-        yield build(topk_steps_kernel, constants, warps, 128 * warps * groups), starts
+    for warps, groups, bins, starts in ((2, 4, 7, False), (1, 8, 5, True), (1, 6, 7, False)):
+        constants = {"HAS_STARTS": starts, "WARPS": warps, "GROUPS": groups, "LOG_BINS": bins, "SPARING": groups > 6}
+        built = build(topk_steps_kernel, constants, warps, 128 * warps * groups)
+        yield replace(built, early=not starts), starts
     yield build(topk_block_kernel, {"HAS_STARTS": True, "WARPS": 2, "ASM": True}, 2, 1024), True
     same = {"HAS_STARTS": True, "WARPS": 2, "SAMPLE": 256, "ASM": True, "EARLY": True}
     first = build(topk_parts_kernel, same, 2, 1024)
@@ -102,7 +105,7 @@ def main() -> None:
             for k in ((1, 130, 700) if number == 0 else (130,))
         ]
         around = [0, 1, 127, 128, 129, 130, 131, 132, 255, most]
-        cases.append(("close", close_rows(most, 130), [most] * 5, 130, [0] * 5))
+        cases.append(("close", close_rows(most, 130), [most] * 6, 130, [0] * 6))
         cases.append(("lengths", torch.randn(10, most), around, 129, [0] * 10))
         if has_starts:
             moved = torch.randn(5, most + 100)

@@ -47,8 +47,8 @@ def deceiving_rows(width: int, device: str = "cpu") -> torch.Tensor:
 
 
 def close_rows(width: int, k: int, device: str = "cpu") -> torch.Tensor:
-    """fp32 [5, width], k < width: numbers around the k-th best that are equal or nearly so; the last one few values."""
-    rows = torch.randn(5, width, device=device)
+    """fp32 [6, width], k < width: numbers around the k-th best that are equal or nearly so; one has few values."""
+    rows = torch.randn(6, width, device=device)
     order = rows.argsort(dim=1, descending=True)
     around = slice(max(0, k - 15), k + 15)
     kth = rows[1:3].gather(1, order[1:3, k - 1 : k])
@@ -58,4 +58,8 @@ def close_rows(width: int, k: int, device: str = "cpu") -> torch.Tensor:
     rows[2, order[2, around]] = kth[1] * (1.0 - steps * 2.0**-22)
     rows[3, order[3, : k + 15]] = 5.0
     rows[4] = torch.arange(width, device=device) % 29
+    # One of two near it is beside it, so in the same thread.
+    at = int(order[5, k - 1])
+    rows[5, at - 1 if at % 2 else min(at + 1, width - 1)] = rows[5, at] - 6e-5
+    rows[5, (at + width // 2) % width] = rows[5, at] + 3e-5
     return rows
