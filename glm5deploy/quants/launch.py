@@ -11,7 +11,6 @@ TOGETHER = frozenset({9, 10})  # major compute capabilities whose four warps mul
 DENSE_TOKENS = 65  # from here on, weights are unpacked to bf16 once and multiplied by cuBLAS
 PAIR_TOKENS = 16  # up to here, two weights of the same activations are one launch where they are asked for together
 SEARCH_PAIRS = 128  # up to here, programs find their expert's pairs themselves; a power of two
-FEW_TOKENS = 5  # up to here, the shared expert is one more slot of the routed ones' launches
 MOST_PARTS = 8  # of K, for one tile; all are read at once to be added up
 # What one more program that splits K costs a multiprocessor, in super-blocks: linear weights, experts
 LINEAR_PART, EXPERT_PART = 1.25, 0.75
@@ -182,15 +181,13 @@ def _span(c: Launch, pairs: int, experts: int, n: int, processors: int) -> int:
     return max(1, min(tiles, 8 if pairs <= 4 * experts else 768 // c.bn))
 
 
-def few_launch(tokens: int, topk: int, n: int, supers: int, outputs: int, processors: int) -> tuple[Launch, Launch]:
-    """For both products of at most :data:`FEW_TOKENS` tokens whose shared expert is one more slot.
+def few_launch(topk: int, n: int, supers: int, outputs: int, processors: int) -> tuple[Launch, Launch]:
+    """For both products of one token's ``topk`` experts and the shared one, which is one more of them.
 
     ``n`` hidden units of ``supers`` super-blocks, ``outputs`` outputs.
     """
-    experts = tokens * topk + 1
+    experts = topk + 1
     # Two experts' loops and the choice would be given 254 registers, of which four programs fit a multiprocessor.
     gate_up = replace(gate_up_launch(experts, experts, n, supers, processors), registers=128)
     down = down_launch(experts, experts, outputs, processors)
-    if tokens == 1:
-        down = replace(down, tiles=-(-experts * outputs // (down.bn * 4 * processors)))
-    return gate_up, down
+    return gate_up, replace(down, tiles=-(-experts * outputs // (down.bn * 4 * processors)))

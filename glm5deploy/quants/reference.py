@@ -10,7 +10,7 @@ import torch
 
 from glm5deploy.quants.formats import SUPER, Format, Scales, format_of
 from glm5deploy.quants.planes import _DENSE_DTYPES, Fields, Planes, fields_of, fields_of_planes
-from glm5deploy.quants.token_experts import Choice, Chosen, Shared
+from glm5deploy.quants.token_experts import Choice, Shared
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:
@@ -107,13 +107,12 @@ def moe(
 
 
 def experts_of_few(
-    x: torch.Tensor, gate: Planes, up: Planes, down: Planes, shared: Shared, chosen: Choice | Chosen
+    x: torch.Tensor, gate: Planes, up: Planes, down: Planes, shared: Shared, choice: Choice
 ) -> torch.Tensor:
-    """As ``moe``, fp32 [T, K], with what the shared expert gives every token."""
-    ids, weights = chosen.chosen() if isinstance(chosen, Choice) else chosen
+    """As ``moe`` of chosen experts, fp32 [T, K], with what the shared expert gives every token."""
     first, last = torch.cat([linear(x, part) for part in shared.gate_up], 1).chunk(2, 1)
     beside = linear(torch.nn.functional.silu(first) * last, shared.down)
-    return moe(x, gate, up, down, ids, weights) + beside
+    return moe(x, gate, up, down, *choice.chosen()) + beside
 
 
 __all__ = ["SUPER", "dequantize", "dequantize_planes", "experts_of_few", "linear", "moe"]

@@ -1,4 +1,4 @@
-"""What a layer's experts of few tokens are computed from, beside the routed ones' weights."""
+"""What a layer's experts are computed from, beside the routed ones' weights: the shared one's, and who chooses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 
 from glm5deploy.quants.planes import Planes
-
-Chosen = tuple[torch.Tensor, torch.Tensor]  # ids int32 and weights fp32, both [T, TOPK]
 
 
 class Shared(NamedTuple):
@@ -53,8 +51,8 @@ class Choice(NamedTuple):
                 f"{self.topk} of {experts} experts of {tokens} tokens cannot be chosen by {shapes}, {types}"
             )
 
-    def chosen(self) -> Chosen:
-        """What kernels are compared with."""
+    def chosen(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids int32 and weights fp32, both [T, TOPK]: what kernels are compared with."""
         scores = self.logits.sigmoid()
         ids = (scores + self.bias).sort(dim=1, descending=True, stable=True)[1][:, : self.topk]
         weights = scores.gather(1, ids)

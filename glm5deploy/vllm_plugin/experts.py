@@ -2,16 +2,14 @@
 
 For a decoded token vLLM launches the experts' products and their sum, and, once the shared expert has been computed
 beside all of these, the addition of both. With ``glm5_fusion`` at ``experts`` the addition is part of the sum, up to
-:data:`MOST_TOKENS` tokens: the shared expert's stream is joined before that sum instead of behind it. Up to
-:data:`FEW_TOKENS` the shared expert is one more of the products' experts, and one token's experts are chosen by the
-first product, where few_experts.py finds nothing against it. Routing otherwise, and what follows, such as the sum over
-ranks, stay vLLM's. More tokens, the CPU engine, and a vLLM whose code is not the one that is replaced here, run vLLM's
-own.
+:data:`MOST_TOKENS` tokens: the shared expert's stream is joined before that sum instead of behind it. For one token the
+shared expert is one more of the products' experts, which the first product chooses, where few_experts.py finds nothing
+against it. Routing otherwise, and what follows, such as the sum over ranks, stay vLLM's. More tokens, the CPU engine,
+and a vLLM whose code is not the one that is replaced here, run vLLM's own.
 """
 
 # No `from __future__ import annotations` here: torch derives the operations' schemas from annotations that are objects.
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExp
 from vllm.model_executor.models import deepseek_v2
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name, direct_register_custom_op
 
-from glm5deploy.quants.launch import FEW_TOKENS
 from glm5deploy.vllm_plugin import cpu, engine_config, few_experts, replaced
 from glm5deploy.vllm_plugin.quantised_moe import Glm5MoeMethod
 
@@ -46,16 +43,12 @@ class Glm5ExpertsRunner(MoERunner):
         if obstacle:
             logger.warning_once("vLLM's own operations run around routed experts: %s", obstacle)
             self.fused = False
-        self.slot = self.fused and self._can("the shared expert has launches of its own", few_experts.shared_obstacle)
-        self.chooses = self.slot and self._can("experts are chosen beforehand", few_experts.choice_obstacle)
+        obstacle = few_experts.obstacle(self) if self.fused else None
+        if obstacle:
+            logger.info_once("One token's shared expert and router have launches of their own: %s", obstacle)
+        self.together = self.fused and obstacle is None
         if self.fused:
             fused.append(weakref.ref(self))
-
-    def _can(self, otherwise: str, obstacle_of: Callable[[Any], str | None]) -> bool:
-        obstacle = obstacle_of(self)
-        if obstacle:
-            logger.info_once("For few tokens %s: %s", otherwise, obstacle)
-        return obstacle is None
 
     def forward(
         self,
@@ -76,9 +69,9 @@ class Glm5ExpertsRunner(MoERunner):
             beside, routed = self._forward_impl(x, x, x, None)
             return beside + routed  # type: ignore[no-any-return]
         method: Glm5MoeMethod = self.routed_experts.quant_method
-        if self.slot and x.shape[0] <= FEW_TOKENS and not (self.chooses and few_experts.watched(self.router)):
-            chosen = few_experts.chosen(self, x, self.chooses)
-            return method.with_shared(self.routed_experts, x, few_experts.shared_of(self), chosen)
+        if self.together and x.shape[0] == 1 and not few_experts.watched(self.router):
+            choice = few_experts.choice_of(self, x)
+            return method.with_shared(self.routed_experts, x, few_experts.shared_of(self), choice)
         shared = self._shared_experts
         apart = shared.maybe_forward_async(x)
         logits, _ = self.gate(x)

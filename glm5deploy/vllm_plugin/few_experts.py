@@ -1,4 +1,4 @@
-"""When experts of few tokens take the shared expert into their launches, and choose one token's experts there.
+"""When one token's experts take the shared expert into their launches, and are chosen there.
 
 Then a decoded token's layer of experts is the router's product and three launches. What keeps it from that is said
 here: an expert of another shape than the routed ones' (expert parallelism), weights that are not ours, another router.
@@ -14,7 +14,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2MLP
 
-from glm5deploy.quants.token_experts import Choice, Chosen, Shared
+from glm5deploy.quants.token_experts import Choice, Shared
 from glm5deploy.vllm_plugin import replaced
 from glm5deploy.vllm_plugin.quantised_linear import Glm5LinearMethod
 
@@ -23,8 +23,13 @@ def _first(checks: dict[str, bool]) -> str | None:
     return next((obstacle for obstacle, fine in checks.items() if not fine), None)
 
 
+def obstacle(runner: Any) -> str | None:
+    """What keeps experts that vLLM has built from these launches, or None."""
+    return shared_obstacle(runner) or choice_obstacle(runner)
+
+
 def shared_obstacle(runner: Any) -> str | None:
-    """What keeps the shared expert of experts that vLLM has built from their launches, or None."""
+    """What keeps the shared expert from the routed ones' launches, or None."""
     layer, routed = runner._shared_experts._layer, runner.routed_experts
     unknown = replaced.obstacle("shared")
     if unknown:
@@ -32,7 +37,7 @@ def shared_obstacle(runner: Any) -> str | None:
     if type(layer) is not DeepseekV2MLP or type(layer.act_fn) is not SiluAndMul:
         return "the shared expert is of another kind"
     parts = layer.gate_up_proj, layer.down_proj
-    obstacle = _first(
+    found = _first(
         {
             "the shared expert's weights are not ours": {type(p.quant_method) for p in parts} == {Glm5LinearMethod},
             "the shared expert has a bias": all(part.bias is None for part in parts),
@@ -40,9 +45,9 @@ def shared_obstacle(runner: Any) -> str | None:
             "experts are dealt out to ranks": routed.expert_map is None,
         }
     )
-    if obstacle is None and not shared_of(runner).fits(*routed.quant_method.parameters.planes(routed)):
+    if found is None and not shared_of(runner).fits(*routed.quant_method.parameters.planes(routed)):
         return "the shared expert has another shape than routed ones"
-    return obstacle
+    return found
 
 
 def shared_of(runner: Any) -> Shared:
@@ -81,11 +86,8 @@ def watched(router: Any) -> bool:
     return router.capture_fn is not None or router._routing_replay_out is not None
 
 
-def chosen(runner: Any, x: torch.Tensor, here: bool) -> Choice | Chosen:
-    """Experts of x's tokens, or, for one token where they are chosen ``here``, what they are chosen by."""
+def choice_of(runner: Any, x: torch.Tensor) -> Choice:
+    """What experts of x's tokens are chosen by."""
     router = runner.router
     logits, _ = runner.gate(x)
-    if here and x.shape[0] == 1:
-        return Choice(logits, router.e_score_correction_bias.data, router.top_k, float(router.routed_scaling_factor))
-    weights, ids = router.select_experts(x, logits, runner.routed_experts.quant_method.topk_indices_dtype)
-    return ids.to(torch.int32), weights.to(torch.float32)
+    return Choice(logits, router.e_score_correction_bias.data, router.top_k, float(router.routed_scaling_factor))

@@ -9,7 +9,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from glm5deploy.errors import DeployError
-from glm5deploy.quants.token_experts import Choice, Chosen, Shared
+from glm5deploy.quants.token_experts import Choice, Shared
 from glm5deploy.vllm_plugin import quantised_ops as ops
 from glm5deploy.vllm_plugin.quantised_linear import PlaneParameters, share
 from glm5deploy.vllm_plugin.quantised_modules import Module
@@ -84,9 +84,9 @@ class Glm5MoeMethod(FusedMoEMethodBase):
         ids, weights = ids.to(torch.int32), topk_weights.to(torch.float32)
         return ops.moe(x, self.parameters.tensors(layer), self.parameters.spec, ids, weights, also)
 
-    def with_shared(self, layer: Any, x: torch.Tensor, shared: Shared, chosen: Choice | Chosen) -> torch.Tensor:
-        """As ``sum``, of few tokens and of all experts on this rank, with the shared one's launches among theirs."""
-        return ops.experts_of_few(x, self.parameters.planes(layer), shared, chosen)
+    def with_shared(self, layer: Any, x: torch.Tensor, shared: Shared, choice: Choice) -> torch.Tensor:
+        """As ``sum``, of one token and of all experts on this rank, which are chosen there, and of the shared one."""
+        return ops.experts_of_few(x, self.parameters.planes(layer), shared, choice)
 
 
 def local_experts(layer: Any) -> list[int]:

@@ -76,9 +76,8 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
         "tickets": "*i32",
     }
     common |= {"ids": "*i32", "order": "*i32", "work": "*i32", "weights": "*fp32"}
-    letters = ("M", "N", "K", "P", "T", "n0", "n1", "NA", "NB", "ROWS", "UP", "FIRST", "SUPERS", "PARTS", "TILES")
-    asked = [f"{whose}{plane}" for whose in ("", "S_") for plane in ("LOW", "HIGH", "WORDS", "HALVES")]
-    sizes = dict.fromkeys((*letters, *asked, "x_stride", "y_stride"), "i32")
+    letters = ("M", "N", "K", "P", "n0", "n1", "NA", "NB", "ROWS", "UP", "FIRST", "SUPERS", "PARTS", "TILES")
+    sizes = dict.fromkeys((*letters, "x_stride", "y_stride"), "i32")
     four, other = ("low", "high", "words", "halves"), ("al", "ah", "aw", "a_s")
     constants: dict[str, Any] = {"EVEN": True, "PTX": True}
     if kind in LINEAR:
@@ -96,26 +95,20 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
         kernel, planes = linear_kernel.dense_kernel, planes_signature(four, names[0])
         constants |= {"FMT": kernel_format(FORMATS[names[0]])}
     elif kind.startswith("few_"):
-        both = launch.few_launch(tokens, 8, 256, 24, 6144, PROCESSORS)
-        chosen = tokens == 1
+        both = launch.few_launch(8, 256, 24, 6144, PROCESSORS)
         common |= {"scores": "*fp32", "logits": "*fp32", "bias": "*fp32", "scale": "fp32"}
-        constants |= {"TOPK": 8, "PAIRS": 1 if chosen else launch.SEARCH_PAIRS}
         if kind == "few_gate_up":
             c, kernel, planes = both[0], few_tokens_kernel.few_gate_up_kernel, {}
             fours = ("gl", "gh", "gw", "gs"), ("ul", "uh", "uw", "us"), other, ("bl", "bh", "bw", "bs")
             for pointers, name in zip(fours, names, strict=True):
                 planes |= planes_signature(pointers, name)
             constants |= {letter: kernel_format(FORMATS[name]) for letter, name in zip("GUAB", names, strict=True)}
-            constants |= {"E": 256 if chosen else 0, "EX": 256, "WARPS": c.warps, "AHEAD": 0}
-            for pointers in (("dl", "dh", "dw", "ds"), ("el", "eh", "ew", "es")):
-                planes |= planes_signature(pointers, "Q6_K")
+            constants |= {"E": 256, "EX": 256, "WARPS": c.warps}
         else:
             c, kernel = both[1], few_tokens_kernel.few_down_kernel
             planes = planes_signature(four, names[0]) | planes_signature(other, names[1])
-            constants |= {
-                letter: kernel_format(FORMATS[name]) for letter, name in zip(("FMT", "A"), names, strict=True)
-            }
-            constants |= {"SCORES": 8 if chosen else 0, "ONE": True}
+            constants |= {"FMT": kernel_format(FORMATS[names[0]]), "A": kernel_format(FORMATS[names[1]])}
+            constants |= {"TOPK": 8, "SCORES": 8, "ONE": True}
         constants |= {"BM": c.bm, "STAGES": c.stages}
     else:
         pairs = 8 * tokens

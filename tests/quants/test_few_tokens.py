@@ -10,7 +10,7 @@ from glm5deploy.quants.launch import Launch
 from glm5deploy.quants.planes import Planes
 from glm5deploy.quants.token_experts import Choice, Shared
 from tests.quants.choice_kernel import KINDS, choose, logits_of
-from tests.quants.test_products import DEVICE, LIMIT, planes_of, poison, rms_error, routing, tokens
+from tests.quants.test_products import DEVICE, LIMIT, planes_of, poison, rms_error, tokens
 
 __all__ = ["poison"]  # a fixture that every test here uses
 
@@ -32,18 +32,6 @@ def shared_of(joined: bool) -> Shared:
 PARTS = Launch(16, 8, parts=2, warps=2), Launch(32, 8, tiles=2)
 
 
-@pytest.mark.parametrize(
-    ("count", "joined", "configs"), [(1, True, None), (1, False, PARTS), (2, True, PARTS), (5, False, None)], ids=str
-)
-def test_experts_and_the_shared_one(experts: Experts, count: int, joined: bool, configs: object) -> None:
-    x, shared = tokens(count, 512), shared_of(joined)
-    ids, weights = routing(count, 3, 5)
-    ids[-1, 1] = -1
-    for _ in range(2):  # the second call finds the tickets as the first left them
-        found = few_tokens.few(x, *experts, shared, (ids, weights), configs=configs)  # type: ignore[arg-type]
-        assert rms_error(found, reference.experts_of_few(x, *experts, shared, (ids, weights))) < LIMIT
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("experts", "topk", "warps"), [(256, 8, 2), (60, 6, 1), (20, 20, 4)])
 def test_chosen_experts(kind: str, experts: int, topk: int, warps: int) -> None:
@@ -53,13 +41,16 @@ def test_chosen_experts(kind: str, experts: int, topk: int, warps: int) -> None:
     torch.testing.assert_close(scores, logits.sigmoid()[0, ids.long()], equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", ["random", "tied"])
-def test_one_token_chooses_its_experts(experts: Experts, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "joined", "configs"), [("random", True, None), ("tied", False, PARTS), ("random", True, PARTS)], ids=str
+)
+def test_one_token_chooses_its_experts(experts: Experts, kind: str, joined: bool, configs: object) -> None:
     logits, bias = (t.to(DEVICE) for t in logits_of(kind, 5))
-    x, shared = tokens(1, 512), shared_of(True)
-    choice = Choice(logits, bias, 3, 2.5)
-    found = few_tokens.few(x, *experts, shared, choice)
-    assert rms_error(found, reference.experts_of_few(x, *experts, shared, choice)) < LIMIT
+    x, shared, choice = tokens(1, 512), shared_of(joined), Choice(logits, bias, 3, 2.5)
+    expected = reference.experts_of_few(x, *experts, shared, choice)
+    for _ in range(2):  # the second call finds the tickets as the first left them
+        found = few_tokens.few(x, *experts, shared, choice, configs=configs)  # type: ignore[arg-type]
+        assert rms_error(found, expected) < LIMIT
 
 
 def test_experts_that_do_not_fit_are_refused(experts: Experts) -> None:
@@ -76,8 +67,7 @@ def test_experts_that_do_not_fit_are_refused(experts: Experts) -> None:
         Shared((joined,), down),
     ):
         assert not wrong.fits(*experts)
-    ids, weights = routing(6, 3, 5)
     with pytest.raises(ValueError, match="do not fit"):
-        few_tokens.few(tokens(6, 512), *experts, fine, (ids, weights))
+        few_tokens.few(tokens(2, 512), *experts, fine, Choice(torch.zeros(2, 5), torch.zeros(5), 3, 1.0))
     with pytest.raises(ValueError, match="cannot be chosen"):
         few_tokens.few(tokens(1, 512), *experts, fine, Choice(torch.zeros(1, 6), torch.zeros(6), 3, 1.0))

@@ -1,4 +1,4 @@
-"""On a GPU: a layer of experts for few tokens, and how long it takes: as one launch more, and with a stream beside it.
+"""On a GPU: a layer of experts for one token, and how long it takes: with the shared one among them, and beside them.
 
 Run there with `pytest -m gpu -s tests/quants/test_gpu_few_tokens.py`.
 """
@@ -13,7 +13,7 @@ import torch
 from glm5deploy.kernels.measure import graph_time, relative_rms
 from glm5deploy.quants import few_tokens, products, reference
 from glm5deploy.quants.planes import Planes, repack
-from glm5deploy.quants.token_experts import Choice, Chosen, Shared
+from glm5deploy.quants.token_experts import Choice, Shared
 from tests.quants.blocks import random_rows
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +39,7 @@ def layers(request: pytest.FixtureRequest) -> list[Layer]:
     return found
 
 
-def beside(x: torch.Tensor, layer: Layer, chosen: Chosen, stream: torch.cuda.Stream) -> torch.Tensor:
+def beside(x: torch.Tensor, layer: Layer, chosen: tuple[torch.Tensor, ...], stream: torch.cuda.Stream) -> torch.Tensor:
     """The shared expert on a stream of its own."""
     experts, shared = layer
     stream.wait_stream(torch.cuda.current_stream())
@@ -54,24 +54,20 @@ def beside(x: torch.Tensor, layer: Layer, chosen: Chosen, stream: torch.cuda.Str
     return products.moe(x, *experts, *chosen, also=joined)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5])
-def test_a_layer_of_experts(layers: list[Layer], tokens: int) -> None:
-    stream = torch.cuda.Stream()
-    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
-    choice = Choice(torch.randn(tokens, EXPERTS, device="cuda"), torch.rand(EXPERTS, device="cuda"), TOPK, 2.5)
+def test_a_layer_of_experts(layers: list[Layer]) -> None:
+    stream, x = torch.cuda.Stream(), torch.randn(1, HIDDEN, device="cuda").bfloat16()
+    choice = Choice(torch.randn(1, EXPERTS, device="cuda"), torch.rand(EXPERTS, device="cuda"), TOPK, 2.5)
     chosen = choice.chosen()
     ways: dict[str, Callable[[Layer], torch.Tensor]] = {
         "without the shared expert": lambda layer: products.moe(x, *layer[0], *chosen),
         "beside": lambda layer: beside(x, layer, chosen, stream),
-        "one more slot": lambda layer: few_tokens.few(x, *layer[0], layer[1], chosen),
+        "among them, and chosen there": lambda layer: few_tokens.few(x, *layer[0], layer[1], choice),
     }
-    if tokens == 1:
-        ways["and chosen there"] = lambda layer: few_tokens.few(x, *layer[0], layer[1], choice)
-    expected = reference.experts_of_few(x, *layers[0][0], layers[0][1], chosen)
+    expected = reference.experts_of_few(x, *layers[0][0], layers[0][1], choice)
     told = []
     for way, call in ways.items():
         if way != "without the shared expert":
             assert relative_rms(call(layers[0]), expected) < 8e-3, way
         time = graph_time([lambda layer=layer, call=call: call(layer) for layer in layers], per_graph=LAYERS)
         told.append(f"{way} {time:.2f}")
-    print(f"\n{layers[0][0][2].format.name}, {tokens} tokens: {', '.join(told)} us")
+    print(f"\n{layers[0][0][2].format.name}: {', '.join(told)} us")

@@ -1,7 +1,7 @@
 """Does warm-up launch every variant of the products? ``python -m tests.vllm_plugin.product_keys``.
 
 Prints what :func:`tests.support.launch_keys.compare` found over layers of many types and shapes, as JSON, had sums with
-a shared expert, and few tokens' launches with one, been left out; runners of experts with fewer launches and pairs of
+a shared expert, and one token's launches with one, been left out; runners of experts with fewer launches and pairs of
 layers are among them. A process of its own: the tests' process interprets kernels. Nothing is computed, cuBLAS's part
 neither.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from glm5deploy.quants import launch, products
+from glm5deploy.quants import products
 from glm5deploy.vllm_plugin import experts, experts_warmup, product_warmup
 from glm5deploy.vllm_plugin import quantised_ops as ops
 from glm5deploy.vllm_plugin.linear_pair import LinearPair
@@ -36,7 +36,6 @@ class Layer(nn.Module):
     def __init__(self, method: type[Any], *parts: tuple[str, int, int], experts: int = 1) -> None:
         super().__init__()
         self.quant_method = method.__new__(method)
-        self.quant_method.moe_kernel = None
         sources = tuple(SimpleNamespace(planes_type=part[0]) for part in parts)
         parameters = PlaneParameters(Module("m", sources))  # type: ignore[arg-type]
         self.quant_method.parameters = parameters
@@ -48,9 +47,9 @@ class Layer(nn.Module):
 class Runner(experts.Glm5ExpertsRunner):
     """Around the experts of a layer, without what vLLM builds beside them."""
 
-    def __init__(self, layer: Layer, shared: tuple[Layer, Layer] | None = None, chooses: bool = False) -> None:
+    def __init__(self, layer: Layer, shared: tuple[Layer, Layer] | None = None) -> None:
         nn.Module.__init__(self)
-        self.routed_experts, self.slot, self.chooses = layer, shared is not None, chooses
+        self.routed_experts, self.together = layer, shared is not None
         gate = layer.quant_method.parameters.planes(layer)[0]
         bias = torch.zeros(gate.experts)
         self.router = SimpleNamespace(
@@ -59,7 +58,6 @@ class Runner(experts.Glm5ExpertsRunner):
             routed_scaling_factor=2.5,
             capture_fn=None,
             _routing_replay_out=None,
-            select_experts=lambda x, *rest: (torch.zeros(len(x), TOPK), torch.zeros(len(x), TOPK, dtype=torch.int64)),
         )
         self.gate = lambda x: (torch.zeros(len(x), gate.experts), None)
         if shared:
@@ -104,8 +102,8 @@ def step(layer: Layer, tokens: int, dtype: torch.dtype) -> None:
         ops.moe(x, tensors, spec, ids, torch.rand(tokens, TOPK))
         if tokens <= experts.MOST_TOKENS:
             fewer(Runner(layer), x, ids)
-        for runner in runners_of(layer) if tokens <= launch.FEW_TOKENS else ():
-            if runner.slot:
+        for runner in runners_of(layer) if tokens == 1 else ():
+            if runner.together:
                 runner.of_this_rank(x)
     elif isinstance(layer.quant_method, Glm5EmbeddingMethod):
         ops.embed(torch.zeros(tokens, dtype=torch.int64), tensors, spec, dtype)
@@ -114,15 +112,15 @@ def step(layer: Layer, tokens: int, dtype: torch.dtype) -> None:
 
 
 def runners_of(layer: Layer) -> list[Runner]:
-    """With a shared expert of two types or of three, and experts chosen by vLLM or, for one token, by the products."""
+    """With a shared expert of two types or of three."""
     gate, _, down = layer.quant_method.parameters.planes(layer)
     if gate.experts < TOPK:
         return [Runner(layer)]
     found = []
-    for types, chooses in ((("Q5_K", "Q5_K", "Q6_K"), True), (("Q8_0", "Q5_0", "IQ4_XS"), False)):
+    for types in (("Q5_K", "Q5_K", "Q6_K"), ("Q8_0", "Q5_0", "IQ4_XS")):
         parts = [(name, gate.rows, gate.columns) for name in types[:2]]
         shared = Layer(Glm5LinearMethod, *parts), Layer(Glm5LinearMethod, (types[2], down.rows, gate.rows))
-        found.append(Runner(layer, shared, chooses))
+        found.append(Runner(layer, shared))
     return found
 
 
@@ -173,7 +171,7 @@ def main() -> None:
                 pair(torch.zeros(tokens, pair.planes()[0].columns, dtype=torch.bfloat16))
 
     prepared = [*product_warmup.launches(TOKENS, torch.bfloat16), *experts_warmup.launches(torch.bfloat16)]
-    print(json.dumps(launch_keys.compare(prepared, steps, "sum", "few")))
+    print(json.dumps(launch_keys.compare(prepared, steps, "sum", "together")))
 
 
 if __name__ == "__main__":

@@ -63,11 +63,10 @@ def test_layers_are_fused_where_they_are_the_known_ones(report: Any) -> None:
     ]
 
 
-def test_few_tokens_have_the_shared_expert_among_their_own(report: Any) -> None:
-    """The kernels, interpreted, against vLLM's own runner and router; one token's experts are chosen by them."""
+def test_one_token_has_the_shared_expert_among_its_own(report: Any) -> None:
+    """The kernels, interpreted, against vLLM's own runner and router; while someone records choices, vLLM chooses."""
     records = report["few"]
-    told = [(record["tokens"], record["launched"], record["chosen"]) for record in records]
-    assert told == [(1, 1, 1), (2, 1, 0), (5, 1, 0), (6, 0, 0)]
+    assert [(record["tokens"], record["launched"]) for record in records] == [(1, 1), (2, 0)]
     for record in records:
         assert record["error"] <= 1e-5, record
         assert record["watched"], record
@@ -106,8 +105,7 @@ def test_the_runner_compiles_into_one_graph(report: Any) -> None:
 
 
 def test_launches_are_prepared(report: Any) -> None:
-    """One token's, and those of more."""
-    assert report["prepared"] == ["sum", "few", "few"]
+    assert report["prepared"] == ["sum", "together"]
 
 
 def test_code_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
