@@ -54,8 +54,13 @@ def weigh(b_s, source, i, b_m, b_l, b_o, weights, scale_log2):
 
 
 @gluon.jit
-def attend(queries, strides, source, shared, own, results, scale_log2, SPLIT: gl.constexpr, GROUP: gl.constexpr):
+def attend(
+    queries, strides, source, shared, own, results, scale_log2, SPLIT: gl.constexpr, GROUP: gl.constexpr,
+    CHAINED: gl.constexpr,
+):  # fmt: skip
     """A warpgroup's N heads over all tiles."""
+    if GROUP > 0:  # the first one's warps have waited
+        wait_for_previous(CHAINED)
     p_nope, p_rope, heads = queries
     stride_nope_h, stride_rope_h, splits = strides
     tiles, _, _, empty = shared
@@ -167,7 +172,7 @@ def sparse_mla_hopper_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (attend, (queries, strides, source, shared, own, results, scale_log2, SPLIT, 0)),
+                (attend, (queries, strides, source, shared, own, results, scale_log2, SPLIT, 0, CHAINED)),
                 (bring, (rows, source, shared, KV_FP8, CHAINED)),
             ],
             [BRING_WARPS],
@@ -176,8 +181,8 @@ def sparse_mla_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend, (queries, strides, source, shared, own, results, scale_log2, SPLIT, 0)),
-                (attend, (queries, strides, source, shared, own, results, scale_log2, SPLIT, 1)),
+                (attend, (queries, strides, source, shared, own, results, scale_log2, SPLIT, 0, CHAINED)),
+                (attend, (queries, strides, source, shared, own, results, scale_log2, SPLIT, 1, CHAINED)),
                 (bring, (rows, source, shared, KV_FP8, CHAINED)),
             ],
             [4, BRING_WARPS],
