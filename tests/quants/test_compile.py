@@ -25,6 +25,7 @@ INTEGERS += ("deepest:Q6_K:64",)
 TYPES = ("Q4_0", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K", "IQ4_XS", "MXFP4", "IQ3_S", "IQ2_S", "IQ2_XXS", "BF16")
 # Bytes of stack a thread: hardly any for tiles of 8 tokens; those of 16 hold a super-block's activations in registers
 FEW_SPILL, MANY_SPILL = 64, 1024
+LIMITED_SPILL = 384  # where half of the registers are taken away, so that a multiprocessor holds twice the programs
 
 
 def compiled(capability: int, *cases: str) -> list[dict[str, int]]:
@@ -39,8 +40,9 @@ def compiled(capability: int, *cases: str) -> list[dict[str, int]]:
 def test_fits_the_gpu(capability: int) -> None:
     for found in compiled(capability, *CASES):
         assert found["shared"] <= SHARED[capability] * 1024
-        assert found["stack"] <= (MANY_SPILL if found["case"].endswith(":2048") else FEW_SPILL)
         kind = found["case"].split(":")[0]
+        few = LIMITED_SPILL if kind == "few_gate_up" else FEW_SPILL
+        assert found["stack"] <= (MANY_SPILL if found["case"].endswith(":2048") else few)
         assert found["waits"] == (capability >= 90 and kind in CHAINED)
         early = BIAS if capability >= 90 and kind == "few_gate_up" else 0
         assert len(found["early"]) == early
