@@ -24,7 +24,7 @@ from quant_speed.report import LIMIT, RATE, Row, as_json, head, line
 from triton.errors import TritonError
 
 from glm5deploy.kernels.measure import graph_time
-from glm5deploy.quants import products
+from glm5deploy.quants import products, routed_experts
 
 Calls = list[Callable[[], torch.Tensor]]
 
@@ -73,7 +73,7 @@ def moe_rows(names: tuple[str, str, str], plugin: peers.Plugin | None, swept: bo
     for tokens in sorted({*cases.MOE_TOKENS, *cases.CHECKED_TOKENS}):
         calls = cases.routed(tokens, 3 if tokens > 256 else 10)
         expected = cases.moe_reference(calls[0], (gate, up, down))
-        runs: Calls = [lambda r=r: products.moe(r.x, *planes, r.ids, r.share) for r in calls]
+        runs: Calls = [lambda r=r: routed_experts.moe(r.x, *planes, r.ids, r.share) for r in calls]
         row = Row(f"MoE {'/'.join(names)}", tokens, cases.error(runs[0](), expected))
         rows.append(row)
         if tokens not in cases.MOE_TOKENS or not row.error <= LIMIT:

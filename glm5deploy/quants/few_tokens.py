@@ -6,12 +6,13 @@ import torch
 import triton
 
 from glm5deploy.kernels.chain import chained
-from glm5deploy.quants import launch, products
+from glm5deploy.quants import gpu, launch
 from glm5deploy.quants.arguments import kernel_format, pointers
 from glm5deploy.quants.counters import part_memory
 from glm5deploy.quants.few_tokens_kernel import few_down_kernel, few_gate_up_kernel
 from glm5deploy.quants.moe_kernel import sum_kernel
 from glm5deploy.quants.planes import Planes
+from glm5deploy.quants.routed_experts import SUM_SPAN
 from glm5deploy.quants.token_experts import Choice, Shared
 
 
@@ -35,7 +36,7 @@ def few(
     choice.check(1, gate.experts)
     logits, bias, topk, scale = choice
     n, slots = gate.rows, 1 + topk
-    a, b = configs or launch.few_launch(topk, n, gate.supers, down.rows, products._gpu(x.device).processors)
+    a, b = configs or launch.few_launch(topk, n, gate.supers, down.rows, gpu.describe(x.device).processors)
     if out is None:
         out = torch.empty((1, down.rows), dtype=x.dtype, device=x.device)
     ids = torch.empty((1, topk), dtype=torch.int32, device=x.device)
@@ -59,8 +60,7 @@ def few(
         SCORES=triton.next_power_of_2(topk), BN=b.bn, BM=b.bm, STAGES=b.stages, ONE=down.supers == 1, EVEN=n % 256 == 0,
         PTX=x.dtype == torch.bfloat16, **b.options, **chained(x.device),
     )  # fmt: skip
-    span = products.SUM_SPAN
-    sum_kernel[(1, triton.cdiv(down.rows, span))](
-        terms[1:], ids, terms, out, down.rows, TOPK=topk, BN=span, ALSO=True, num_warps=4, **chained(x.device)
+    sum_kernel[(1, triton.cdiv(down.rows, SUM_SPAN))](
+        terms[1:], ids, terms, out, down.rows, TOPK=topk, BN=SUM_SPAN, ALSO=True, num_warps=4, **chained(x.device)
     )
     return out

@@ -16,7 +16,7 @@ from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from glm5deploy.kernels.prepare import Launch, first_of_each
-from glm5deploy.quants import products
+from glm5deploy.quants import products, routed_experts
 from glm5deploy.quants.planes import Planes
 from glm5deploy.vllm_plugin import quantised_ops as ops
 from glm5deploy.vllm_plugin.linear_pair import pairs
@@ -95,7 +95,7 @@ def _experts(
     gate, up, down = planes
 
     def key(tokens: int) -> Hashable:
-        return products.moe_key(tokens, gate, up, down, topk, gate.low.device)
+        return routed_experts.moe_key(tokens, gate, up, down, topk, gate.low.device)
 
     def call(tokens: int) -> None:
         device = tensors[0].device

@@ -141,9 +141,9 @@ def _moe(
     also: Callable[[], torch.Tensor] | None,
 ) -> None:
     if x.is_cuda:
-        from glm5deploy.quants import products
+        from glm5deploy.quants import routed_experts
 
-        products.moe(x, gate, up, down, ids, weights, out=out, also=also)
+        routed_experts.moe(x, gate, up, down, ids, weights, out=out, also=also)
     else:
         from glm5deploy.quants import reference
 

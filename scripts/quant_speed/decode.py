@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from glm5deploy.kernels.measure import graph_time
-from glm5deploy.quants import launch, products
+from glm5deploy.quants import launch, products, routed_experts
 from glm5deploy.quants.launch import Launch
 from glm5deploy.quants.planes import Planes
 from quant_speed import cases
@@ -91,7 +91,7 @@ def compilations() -> Iterator[Callable[[], object]]:
         ids = torch.arange(cases.TOPK, dtype=torch.int32, device="cuda")[None]
         x = cases.activations(1, cases.HIDDEN)
         for c in moe_variants(few[0]).values():
-            yield lambda x=x, w=few, i=ids, c=c: products.moe(x, *w, i, i.float(), configs=c)
+            yield lambda x=x, w=few, i=ids, c=c: routed_experts.moe(x, *w, i, i.float(), configs=c)
 
 
 def timed_row(row: Timed, calls: list[Callable[[], torch.Tensor]], expected: torch.Tensor) -> Timed:
@@ -126,7 +126,7 @@ def moe_times() -> Iterator[Timed]:
         expected = cases.moe_reference(calls[0], tuple(w.dense() for w in weights))  # type: ignore[arg-type]
         floor = cases.TOPK * sum(p.nbytes for p in planes) / cases.EXPERTS / RATE * 1e6
         for label, c in moe_variants(planes[0]).items():
-            runs = [lambda r=r, w=planes, c=c: products.moe(r.x, *w, r.ids, r.share, configs=c) for r in calls]
+            runs = [lambda r=r, w=planes, c=c: routed_experts.moe(r.x, *w, r.ids, r.share, configs=c) for r in calls]
             yield timed_row(Timed(f"MoE {'/'.join(names)}", 1, label, floor, 0.0), runs, expected)
 
 

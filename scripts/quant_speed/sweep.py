@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 
 from glm5deploy.kernels.measure import graph_time
-from glm5deploy.quants import launch, products
+from glm5deploy.quants import launch, products, routed_experts
 from glm5deploy.quants.formats import FORMATS
 from glm5deploy.quants.integer_products import gluon_ready, has_integers
 from glm5deploy.quants.launch import Launch
@@ -89,7 +89,7 @@ def _compilations(sweep: bool) -> Iterator[Job]:
         for m in tokens:
             ids = torch.zeros((m, cases.TOPK), dtype=torch.int32, device="cuda")
             yield from (
-                lambda m=m, w=(gate, up, down), i=ids, c=c: products.moe(
+                lambda m=m, w=(gate, up, down), i=ids, c=c: routed_experts.moe(
                     cases.activations(m, 256), *w, i, i.float(), configs=c
                 )
                 for c in (moe_launches(m, gate, up, down) if sweep else [None])
@@ -136,7 +136,7 @@ def sweep_moe(weights: tuple[cases.Weights, cases.Weights, cases.Weights], token
     gate, up, down = (w.planes for w in weights)
     found = []
     for pair in moe_launches(tokens, gate, up, down):
-        runs = [lambda r=r, c=pair: products.moe(r.x, gate, up, down, r.ids, r.share, configs=c) for r in calls]
+        runs = [lambda r=r, c=pair: routed_experts.moe(r.x, gate, up, down, r.ids, r.share, configs=c) for r in calls]
         text = f"{_brief(pair[0])} | {_brief(pair[1])}" if pair else "(table)"
         found.append((graph_time(runs, 7, len(runs)), text))
     return [f"MoE {tokens}: {us:.1f} {text}" for us, text in sorted(found)[:8]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from glm5deploy.kernels.measure import graph_time, relative_rms
-from glm5deploy.quants import few_tokens, products, reference
+from glm5deploy.quants import few_tokens, products, reference, routed_experts
 from glm5deploy.quants.planes import Planes, repack
 from glm5deploy.quants.token_experts import Choice, Shared
 from tests.quants.blocks import random_rows
@@ -51,7 +51,7 @@ def beside(x: torch.Tensor, layer: Layer, chosen: tuple[torch.Tensor, ...], stre
         torch.cuda.current_stream().wait_stream(stream)
         return out
 
-    return products.moe(x, *experts, *chosen, also=joined)
+    return routed_experts.moe(x, *experts, *chosen, also=joined)
 
 
 def test_a_layer_of_experts(layers: list[Layer]) -> None:
@@ -59,7 +59,7 @@ def test_a_layer_of_experts(layers: list[Layer]) -> None:
     choice = Choice(torch.randn(1, EXPERTS, device="cuda"), torch.rand(EXPERTS, device="cuda"), TOPK, 2.5)
     chosen = choice.chosen()
     ways: dict[str, Callable[[Layer], torch.Tensor]] = {
-        "without the shared expert": lambda layer: products.moe(x, *layer[0], *chosen),
+        "without the shared expert": lambda layer: routed_experts.moe(x, *layer[0], *chosen),
         "beside": lambda layer: beside(x, layer, chosen, stream),
         "among them, and chosen there": lambda layer: few_tokens.few(x, *layer[0], layer[1], choice),
     }

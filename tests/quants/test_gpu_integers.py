@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glm5deploy.quants import launch, products, reference
+from glm5deploy.quants import launch, products, reference, routed_experts
 from glm5deploy.quants.launch import Launch
 from glm5deploy.quants.planes import Planes
 from tests.quants.test_products import LIMIT, planes_of, poison, rms_error, tokens  # noqa: F401  a fixture for all
@@ -58,16 +58,16 @@ def test_experts(names: tuple[str, str, str], units: int, hidden: int) -> None:
         x, (ids, weights) = tokens(count, 512, count), routing(count)
         expected = reference.moe(x, *planes, ids, weights)
         for _ in range(2):  # the second call finds the tickets as the first left them
-            assert rms_error(products.moe(x, *planes, ids, weights, configs=configs), expected) < LIMIT
+            assert rms_error(routed_experts.moe(x, *planes, ids, weights, configs=configs), expected) < LIMIT
 
 
 @pytest.mark.parametrize("count", [11, 100, 700])
 def test_the_table_takes_them(count: int) -> None:
     planes = experts(MIXED[1], 256, 208)
-    c = products._moe_launch(count, TOPK, *planes, torch.device("cuda", 0))
+    c = routed_experts._moe_launch(count, TOPK, *planes, torch.device("cuda", 0))
     assert c.gate_up.integers
     x, (ids, weights) = tokens(count, 512), routing(count)
-    assert rms_error(products.moe(x, *planes, ids, weights), reference.moe(x, *planes, ids, weights)) < LIMIT
+    assert rms_error(routed_experts.moe(x, *planes, ids, weights), reference.moe(x, *planes, ids, weights)) < LIMIT
 
 
 @pytest.mark.parametrize("names", [("Q4_K", "Q4_K", "Q8_0"), ("MXFP4", "Q4_K", "Q6_K")], ids=str)
@@ -75,10 +75,10 @@ def test_the_table_takes_them(count: int) -> None:
 def test_one_product_with_integers(names: tuple[str, str, str], count: int) -> None:
     """Where a weight's type has none, the other kernels multiply the same pairs."""
     planes = experts(names, 256, 208)
-    c = products._moe_launch(count, TOPK, *planes, torch.device("cuda", 0))
+    c = routed_experts._moe_launch(count, TOPK, *planes, torch.device("cuda", 0))
     assert c.gate_up.integers != c.down.integers
     x, (ids, weights) = tokens(count, 512), routing(count)
-    assert rms_error(products.moe(x, *planes, ids, weights), reference.moe(x, *planes, ids, weights)) < LIMIT
+    assert rms_error(routed_experts.moe(x, *planes, ids, weights), reference.moe(x, *planes, ids, weights)) < LIMIT
 
 
 @pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_S", "IQ4_XS"])
@@ -116,7 +116,7 @@ def test_a_graph_replays_other_numbers() -> None:
     configs = launches()[1]
 
     def step() -> torch.Tensor:
-        y = products.moe(x, *planes, ids, weights, configs=configs)
+        y = routed_experts.moe(x, *planes, ids, weights, configs=configs)
         return products.linear(y, head, config=replace(launch.INTEGER_MORE, parts=2))
 
     step()

@@ -10,7 +10,7 @@ import torch
 
 from glm5deploy.kernels.measure import graph_time
 from glm5deploy.quants.moe_kernel import sum_kernel
-from glm5deploy.quants.products import SUM_SPAN
+from glm5deploy.quants.routed_experts import SUM_SPAN
 
 pytestmark = pytest.mark.gpu
 

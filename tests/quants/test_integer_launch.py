@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from glm5deploy.quants import counters, integer_products, launch, products
+from glm5deploy.quants import counters, gpu, integer_products, launch, products, routed_experts
 from glm5deploy.quants.formats import FORMATS, Scales
 from glm5deploy.quants.planes import Planes, empty_planes
 
@@ -100,21 +100,21 @@ def test_only_what_can_be_is_multiplied_as_integers(monkeypatch: pytest.MonkeyPa
     kinds = {name for name, fmt in FORMATS.items() if integer_products.has_integers(fmt, 64, 256)}
     assert kinds == {name for name, fmt in FORMATS.items() if fmt.block_elements == 256 and not fmt.dense}
     assert not integer_products.has_integers(FORMATS["Q4_K"], 72, 256)
-    monkeypatch.setattr(products, "_gpu", lambda device: products.Gpu(132, True, True))
+    monkeypatch.setattr(gpu, "describe", lambda device: gpu.Gpu(132, True, True))
     device = torch.device("cpu")
     good, other = _planes("Q4_K", 64, 256, 2), _planes("Q8_0", 64, 256, 2)
     down = _planes("Q6_K", 256, 256, 2)
-    assert products._moe_launch(64, 8, good, good, down, device).gate_up.integers
-    mixed = products._moe_launch(64, 8, good, other, down, device)
+    assert routed_experts._moe_launch(64, 8, good, good, down, device).gate_up.integers
+    mixed = routed_experts._moe_launch(64, 8, good, other, down, device)
     assert (mixed.gate_up.integers, mixed.down.integers) == (False, True)
-    mixed = products._moe_launch(64, 8, good, good, _planes("Q6_K", 32, 256, 2), device)
+    mixed = routed_experts._moe_launch(64, 8, good, good, _planes("Q6_K", 32, 256, 2), device)
     assert (mixed.gate_up.integers, mixed.down.integers) == (True, False)
-    assert not products._moe_launch(64, 8, other, good, _planes("Q8_0", 256, 256, 2), device).down.integers
+    assert not routed_experts._moe_launch(64, 8, other, good, _planes("Q8_0", 256, 256, 2), device).down.integers
     assert products._linear_launch(32, _planes("Q5_K", 64, 512), device).integers  # type: ignore[union-attr]
     assert not products._linear_launch(32, _planes("Q5_K", 16, 512), device).integers  # type: ignore[union-attr]
     assert not products._linear_launch(32, _planes("Q8_0", 64, 512), device).integers  # type: ignore[union-attr]
-    monkeypatch.setattr(products, "_gpu", lambda device: products.Gpu(132, True, False))
-    assert not products._moe_launch(64, 8, good, good, down, device).gate_up.integers
+    monkeypatch.setattr(gpu, "describe", lambda device: gpu.Gpu(132, True, False))
+    assert not routed_experts._moe_launch(64, 8, good, good, down, device).gate_up.integers
     assert not products._linear_launch(32, _planes("Q5_K", 64, 512), device).integers  # type: ignore[union-attr]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glm5deploy.quants import counters, launch, products, reference
+from glm5deploy.quants import counters, gpu, launch, products, reference, routed_experts
 from glm5deploy.quants.formats import FORMATS
 from glm5deploy.quants.launch import Launch
 from glm5deploy.quants.planes import Planes, repack
@@ -153,7 +153,7 @@ def check_moe(
 ) -> None:
     expected = reference.moe(x, gate, up, down, ids, weights)
     for _ in range(2):
-        ours = products.moe(x, gate, up, down, ids, weights, **options)  # type: ignore[arg-type]
+        ours = routed_experts.moe(x, gate, up, down, ids, weights, **options)  # type: ignore[arg-type]
         assert rms_error(ours, expected) < LIMIT
 
 
@@ -206,13 +206,13 @@ def test_moe_experts_of_other_ranks_and_padding(
     x = tokens(6, 512)
     check_moe(*experts, x, ids.to(torch.int64), weights)
     out = torch.full((6, 70), torch.nan, device=DEVICE, dtype=DTYPE)
-    assert torch.all(products.moe(x, *experts, ids, weights, out=out)[0] == 0)
+    assert torch.all(routed_experts.moe(x, *experts, ids, weights, out=out)[0] == 0)
 
 
 def test_moe_keeps_terms_of_many_pairs_in_the_activations_type(
     experts: tuple[Planes, Planes, Planes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "EXACT_TERMS", 0)
+    monkeypatch.setattr(routed_experts, "EXACT_TERMS", 0)
     check_moe(*experts, tokens(5, 512), *routing(5, 4, 5))
 
 
@@ -229,12 +229,12 @@ def test_moe_adds_what_is_computed_beside_it(experts: tuple[Planes, Planes, Plan
     ids[0] = -1
     x, beside = tokens(rows, 512), tokens(rows, 70, seed=8)
     asked: list[int] = []
-    ours = products.moe(x, *experts, ids, weights, also=lambda: asked.append(0) or beside)  # type: ignore[func-returns-value]
+    ours = routed_experts.moe(x, *experts, ids, weights, also=lambda: asked.append(0) or beside)  # type: ignore[func-returns-value]
     assert asked == [0]
     assert torch.equal(ours[0], beside[0])
     assert rms_error(ours, reference.moe(x, *experts, ids, weights) + beside.float()) < LIMIT
     with pytest.raises(ValueError, match="cannot be added"):
-        products.moe(x, *experts, ids, weights, also=lambda: beside[:, 1:])
+        routed_experts.moe(x, *experts, ids, weights, also=lambda: beside[:, 1:])
 
 
 def test_sorted_pairs_are_multiplied_by_the_tile_they_are_cut_for(
@@ -242,7 +242,7 @@ def test_sorted_pairs_are_multiplied_by_the_tile_they_are_cut_for(
 ) -> None:
     monkeypatch.setattr(launch, "SEARCH_PAIRS", 0)
     with pytest.raises(ValueError, match="cut for 16 tokens"):
-        products.moe(tokens(3, 512), *experts, *routing(3, 2, 5), configs=(Launch(64, 16), Launch(64, 8)))
+        routed_experts.moe(tokens(3, 512), *experts, *routing(3, 2, 5), configs=(Launch(64, 16), Launch(64, 8)))
 
 
 @pytest.mark.parametrize("processors", [28, 82, 132, 188])
@@ -258,14 +258,14 @@ def test_keys_tell_apart_what_is_compiled_apart(
     experts: tuple[Planes, Planes, Planes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = torch.device(DEVICE)
-    monkeypatch.setattr(products, "_gpu", lambda device: products.Gpu(132, True, False))
+    monkeypatch.setattr(gpu, "describe", lambda device: gpu.Gpu(132, True, False))
     planes = planes_of("Q4_K", 64, 512)
     linear = [products.linear_key(m, planes, device) for m in range(1, 400)]
     assert len(set(linear)) == 4  # tiles of 8, 16 and 32 tokens, and cuBLAS
-    moe = [products.moe_key(m, *experts, 2, device) for m in range(1, 400)]
+    moe = [routed_experts.moe_key(m, *experts, 2, device) for m in range(1, 400)]
     assert {key[2] for key in moe} == {1, launch.SEARCH_PAIRS, 0}  # one token, searched, sorted
     assert {key[3] for key in moe} == {True}
-    assert not products.moe_key(products.EXACT_TERMS, *experts, 2, device)[3]
+    assert not routed_experts.moe_key(routed_experts.EXACT_TERMS, *experts, 2, device)[3]
 
 
 def test_any_first_product_makes_the_counters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ def test_wrong_shapes_are_refused(experts: tuple[Planes, Planes, Planes]) -> Non
     with pytest.raises(ValueError, match="does not fit"):
         products.linear(tokens(2, 256), planes_of("Q8_0", 8, 512))
     with pytest.raises(ValueError, match="do not fit each other"):
-        products.moe(tokens(1, 512), gate, up, up, *routing(1, 2, 5))
+        routed_experts.moe(tokens(1, 512), gate, up, up, *routing(1, 2, 5))
 
 
 def test_no_tokens() -> None:

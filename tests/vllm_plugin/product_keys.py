@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from glm5deploy.quants import products
+from glm5deploy.quants import gpu, products, routed_experts
 from glm5deploy.vllm_plugin import experts, experts_warmup, product_warmup
 from glm5deploy.vllm_plugin import quantised_ops as ops
 from glm5deploy.vllm_plugin.linear_pair import LinearPair
@@ -141,14 +141,14 @@ def use_products() -> None:
     """Operations on a CPU take the GPU's way."""
 
     def moe(x: torch.Tensor, gate: Any, up: Any, down: Any, ids: Any, weights: Any, out: Any, also: Any) -> None:
-        products.moe(x, gate, up, down, ids, weights, out=out, also=also)
+        routed_experts.moe(x, gate, up, down, ids, weights, out=out, also=also)
 
     def rows(picked: Any, dtype: torch.dtype) -> torch.Tensor:
         return products.unpack_rows(picked, 0, picked.rows, dtype)
 
     ops._linear, ops._moe, ops._rows, ops._few = ops._linear_on_gpu, moe, rows, ops._few_on_gpu
     torch.matmul = lambda x, w, out: out
-    products._gpu = lambda x: products.Gpu(132, True, True)
+    gpu.describe = lambda x: gpu.Gpu(132, True, True)
 
 
 def main() -> None:
