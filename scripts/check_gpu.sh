@@ -97,7 +97,7 @@ run() {
     unfused) stack --vllm=--additional-config --vllm='{"glm5_fusion": "off"}' ;;
     norms) stack --vllm=--additional-config --vllm='{"glm5_fusion": "norms"}' ;;
     launches)
-      tests tests/quants/test_gpu_sum.py tests/quants/test_gpu_few_tokens.py \
+      tests tests/quants/test_gpu_sum.py tests/quants/test_gpu_one_token.py \
         tests/kernels/test_gpu_step_launches.py tests/kernels/test_gpu_layer_input.py \
         tests/kernels/test_gpu_add_norm.py tests/kernels/test_gpu_row_product.py tests/kernels/test_gpu_step_tokens.py ;;
     soak)

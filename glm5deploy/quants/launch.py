@@ -181,7 +181,7 @@ def _span(c: Launch, pairs: int, experts: int, n: int, processors: int) -> int:
     return max(1, min(tiles, 8 if pairs <= 4 * experts else 768 // c.bn))
 
 
-def few_launch(topk: int, n: int, supers: int, outputs: int, processors: int) -> tuple[Launch, Launch]:
+def one_token_launch(topk: int, n: int, supers: int, outputs: int, processors: int) -> tuple[Launch, Launch]:
     """For both products of one token's ``topk`` experts and the shared one, which is one more of them.
 
     ``n`` hidden units of ``supers`` super-blocks, ``outputs`` outputs.

@@ -106,7 +106,7 @@ def moe(
     return out
 
 
-def experts_of_few(
+def experts_of_one(
     x: torch.Tensor, gate: Planes, up: Planes, down: Planes, shared: Shared, choice: Choice
 ) -> torch.Tensor:
     """As ``moe`` of chosen experts, fp32 [T, K], with what the shared expert gives every token."""
@@ -115,4 +115,4 @@ def experts_of_few(
     return moe(x, gate, up, down, *choice.chosen()) + beside
 
 
-__all__ = ["SUPER", "dequantize", "dequantize_planes", "experts_of_few", "linear", "moe"]
+__all__ = ["SUPER", "dequantize", "dequantize_planes", "experts_of_one", "linear", "moe"]

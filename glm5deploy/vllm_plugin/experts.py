@@ -3,9 +3,9 @@
 For a decoded token vLLM launches the experts' products and their sum, and, once the shared expert has been computed
 beside all of these, the addition of both. With ``glm5_fusion`` at ``experts`` the addition is part of the sum, up to
 :data:`MOST_TOKENS` tokens: the shared expert's stream is joined before that sum instead of behind it. For one token the
-shared expert is one more of the products' experts, which the first product chooses, where few_experts.py finds nothing
-against it. Routing otherwise, and what follows, such as the sum over ranks, stay vLLM's. More tokens, the CPU engine,
-and a vLLM whose code is not the one that is replaced here, run vLLM's own.
+shared expert is one more of the products' experts, which the first product chooses, where experts_together.py finds
+nothing against it. Routing otherwise, and what follows, such as the sum over ranks, stay vLLM's. More tokens, the CPU
+engine, and a vLLM whose code is not the one that is replaced here, run vLLM's own.
 """
 
 # No `from __future__ import annotations` here: torch derives the operations' schemas from annotations that are objects.
@@ -21,7 +21,7 @@ from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExp
 from vllm.model_executor.models import deepseek_v2
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name, direct_register_custom_op
 
-from glm5deploy.vllm_plugin import cpu, engine_config, few_experts, replaced
+from glm5deploy.vllm_plugin import cpu, engine_config, experts_together, replaced
 from glm5deploy.vllm_plugin.quantised_moe import Glm5MoeMethod
 
 logger = init_logger("vllm.glm5deploy")
@@ -43,7 +43,7 @@ class Glm5ExpertsRunner(MoERunner):
         if obstacle:
             logger.warning_once("vLLM's own operations run around routed experts: %s", obstacle)
             self.fused = False
-        obstacle = few_experts.obstacle(self) if self.fused else None
+        obstacle = experts_together.obstacle(self) if self.fused else None
         if obstacle:
             logger.info_once("One token's shared expert and router have launches of their own: %s", obstacle)
         self.together = self.fused and obstacle is None
@@ -69,9 +69,9 @@ class Glm5ExpertsRunner(MoERunner):
             beside, routed = self._forward_impl(x, x, x, None)
             return beside + routed  # type: ignore[no-any-return]
         method: Glm5MoeMethod = self.routed_experts.quant_method
-        if self.together and x.shape[0] == 1 and not few_experts.watched(self.router):
-            choice = few_experts.choice_of(self, x)
-            return method.with_shared(self.routed_experts, x, few_experts.shared_of(self), choice)
+        if self.together and x.shape[0] == 1 and not experts_together.watched(self.router):
+            choice = experts_together.choice_of(self, x)
+            return method.with_shared(self.routed_experts, x, experts_together.shared_of(self), choice)
         shared = self._shared_experts
         apart = shared.maybe_forward_async(x)
         logits, _ = self.gate(x)

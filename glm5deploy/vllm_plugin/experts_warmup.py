@@ -8,7 +8,7 @@ import torch
 
 from glm5deploy.kernels.prepare import Launch
 from glm5deploy.quants.token_experts import Choice
-from glm5deploy.vllm_plugin import few_experts
+from glm5deploy.vllm_plugin import experts_together
 from glm5deploy.vllm_plugin.experts import Glm5ExpertsRunner, fused
 
 
@@ -28,7 +28,7 @@ def launches(dtype: torch.dtype) -> list[Launch]:
 
 
 def _kind(runner: Glm5ExpertsRunner) -> tuple[Hashable, ...]:
-    shared = few_experts.shared_of(runner) if runner.together else None
+    shared = experts_together.shared_of(runner) if runner.together else None
     types = shared and tuple((part.format.name, part.rows) for part in (*shared.gate_up, shared.down))
     return runner.router.top_k, str(runner.routed_experts.quant_method.parameters.spec), types
 
@@ -49,7 +49,7 @@ def _sum(runner: Glm5ExpertsRunner, dtype: torch.dtype) -> Launch:
 
 def _together(runner: Glm5ExpertsRunner, dtype: torch.dtype) -> Launch:
     """One token's, with the shared expert."""
-    experts, shared = runner.routed_experts, few_experts.shared_of(runner)
+    experts, shared = runner.routed_experts, experts_together.shared_of(runner)
 
     def call() -> None:
         gate = experts.quant_method.parameters.planes(experts)[0]

@@ -86,7 +86,7 @@ class Glm5MoeMethod(FusedMoEMethodBase):
 
     def with_shared(self, layer: Any, x: torch.Tensor, shared: Shared, choice: Choice) -> torch.Tensor:
         """As ``sum``, of one token and of all experts on this rank, which are chosen there, and of the shared one."""
-        return ops.experts_of_few(x, self.parameters.planes(layer), shared, choice)
+        return ops.experts_of_one(x, self.parameters.planes(layer), shared, choice)
 
 
 def local_experts(layer: Any) -> list[int]:

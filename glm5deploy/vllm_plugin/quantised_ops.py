@@ -151,24 +151,24 @@ def _moe(
         out.copy_(found if also is None else found + also())
 
 
-def experts_of_few(x: torch.Tensor, planes: Sequence[Planes], shared: Shared, choice: Choice) -> torch.Tensor:
-    """As ``moe`` for one token, which chooses here, with the shared expert: see :mod:`glm5deploy.quants.few_tokens`."""
+def experts_of_one(x: torch.Tensor, planes: Sequence[Planes], shared: Shared, choice: Choice) -> torch.Tensor:
+    """As ``moe`` for one token, which chooses here, with the shared expert: see :mod:`glm5deploy.quants.one_token`."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return _few_on_gpu(x, planes, shared, choice) if x.is_cuda else _few(x, planes, shared, choice)
+    return _one_on_gpu(x, planes, shared, choice) if x.is_cuda else _one(x, planes, shared, choice)
 
 
-def _few_on_gpu(x: torch.Tensor, planes: Sequence[Planes], shared: Shared, choice: Choice) -> torch.Tensor:
-    from glm5deploy.quants import few_tokens
+def _one_on_gpu(x: torch.Tensor, planes: Sequence[Planes], shared: Shared, choice: Choice) -> torch.Tensor:
+    from glm5deploy.quants import one_token
 
     gate, up, down = planes
-    return few_tokens.few(x, gate, up, down, shared, choice)
+    return one_token.experts(x, gate, up, down, shared, choice)
 
 
-def _few(x: torch.Tensor, planes: Sequence[Planes], shared: Shared, choice: Choice) -> torch.Tensor:
+def _one(x: torch.Tensor, planes: Sequence[Planes], shared: Shared, choice: Choice) -> torch.Tensor:
     from glm5deploy.quants import reference
 
     gate, up, down = planes
-    return reference.experts_of_few(x, gate, up, down, shared, choice).to(x.dtype)
+    return reference.experts_of_one(x, gate, up, down, shared, choice).to(x.dtype)
 
 
 direct_register_custom_op(op_name="glm5_linear", op_func=glm5_linear, mutates_args=[], fake_impl=_linear_fake)

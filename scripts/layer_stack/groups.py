@@ -29,7 +29,7 @@ _FILES = {
     "unpack": LINEAR,
     "integer_linear": LINEAR,
     "moe_kernel": MOE,
-    "few_tokens_kernel": MOE,
+    "one_token_kernel": MOE,
     "integer_moe": MOE,
     "activations": FITS,
     "sparse_mla": ATTENTION,

@@ -19,7 +19,7 @@ from glm5deploy.kernels.layout import LATENT_DIM, QK_DIM, ROPE_DIM
 from glm5deploy.kernels.measure import graph_time
 from glm5deploy.kernels.query_input import query_input
 from glm5deploy.kernels.row_product import row_product
-from glm5deploy.quants import few_tokens, products
+from glm5deploy.quants import one_token, products
 from glm5deploy.quants.planes import Planes
 from glm5deploy.quants.token_experts import Choice, Shared
 from quant_speed import cases
@@ -79,7 +79,7 @@ def run(x: torch.Tensor, stack: list[Layer], experts: tuple[Planes, ...]) -> tor
         hidden, total = add_norm(products.linear(values.view(1, -1), w["o"]), total, norms[3], 1e-5)
         logits = row_product(hidden, layer.router)
         shared = Shared((w["gate, up"],), w["down"])
-        part = few_tokens.few(hidden, *experts, shared, Choice(logits, layer.bias, cases.TOPK, 2.5))
+        part = one_token.experts(hidden, *experts, shared, Choice(logits, layer.bias, cases.TOPK, 2.5))
     return add_norm(part, total, stack[0].norms[0], 1e-5)[0]
 
 

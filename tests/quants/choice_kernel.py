@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from glm5deploy.quants.few_tokens_kernel import expert_of_rank, score_of
+from glm5deploy.quants.one_token_kernel import expert_of_rank, score_of
 
 KINDS = ("random", "tied", "equal", "saturated", "strange")
 

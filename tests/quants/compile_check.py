@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from glm5deploy.quants import few_tokens_kernel, launch, linear_kernel, moe_kernel
+from glm5deploy.quants import launch, linear_kernel, moe_kernel, one_token_kernel
 from glm5deploy.quants.arguments import kernel_format
 from glm5deploy.quants.formats import FORMATS
 from tests.quants.gluon_source import integer_source, planes_signature
@@ -94,18 +94,18 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
         c = launch.Launch(64, 16)
         kernel, planes = linear_kernel.dense_kernel, planes_signature(four, names[0])
         constants |= {"FMT": kernel_format(FORMATS[names[0]])}
-    elif kind.startswith("few_"):
-        both = launch.few_launch(8, 256, 24, 6144, PROCESSORS)
+    elif kind.startswith("one_"):
+        both = launch.one_token_launch(8, 256, 24, 6144, PROCESSORS)
         common |= {"scores": "*fp32", "logits": "*fp32", "bias": "*fp32", "scale": "fp32"}
-        if kind == "few_gate_up":
-            c, kernel, planes = both[0], few_tokens_kernel.few_gate_up_kernel, {}
+        if kind == "one_gate_up":
+            c, kernel, planes = both[0], one_token_kernel.one_gate_up_kernel, {}
             fours = ("gl", "gh", "gw", "gs"), ("ul", "uh", "uw", "us"), other, ("bl", "bh", "bw", "bs")
             for pointers, name in zip(fours, names, strict=True):
                 planes |= planes_signature(pointers, name)
             constants |= {letter: kernel_format(FORMATS[name]) for letter, name in zip("GUAB", names, strict=True)}
             constants |= {"E": 256, "EX": 256, "WARPS": c.warps}
         else:
-            c, kernel = both[1], few_tokens_kernel.few_down_kernel
+            c, kernel = both[1], one_token_kernel.one_down_kernel
             planes = planes_signature(four, names[0]) | planes_signature(other, names[1])
             constants |= {"FMT": kernel_format(FORMATS[names[0]]), "A": kernel_format(FORMATS[names[1]])}
             constants |= {"TOPK": 8, "SCORES": 8, "ONE": True}

@@ -14,10 +14,10 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99}
 CASES = ("linear:Q4_K:64", "linear:Q4_K:16", "short:Q5_K:16", "one:Q5_K:1", "long:Q6_K:1", "long:Q6_K:16")
 CASES += ("linear:Q6_K:1", "pair:Q5_K,Q8_0:1", "queries:Q8_0,Q8_0:1", "queries:Q8_0,Q8_0:16")
 CASES += ("gate_up:Q5_K,Q4_K:1", "gate_up:Q5_K,Q4_K:64", "down:Q6_K:1")
-CASES += ("down:Q6_K:2048", "few_down:Q4_K,Q6_K:1")
-LONG = dict.fromkeys((86, 90), ("few_gate_up:Q4_K,Q4_K,Q5_K,Q5_K:1",))  # by capability: half a minute each
+CASES += ("down:Q6_K:2048", "one_down:Q4_K,Q6_K:1")
+LONG = dict.fromkeys((86, 90), ("one_gate_up:Q4_K,Q4_K,Q5_K,Q5_K:1",))  # by capability: half a minute each
 # Kernels that are chained where a GPU can
-CHAINED = ("linear", "short", "one", "long", "pair", "queries", "gate_up", "down", "few_gate_up", "few_down")
+CHAINED = ("linear", "short", "one", "long", "pair", "queries", "gate_up", "down", "one_gate_up", "one_down")
 BIAS = 8  # loads of a router's bias, a weight, ahead of the wait
 INTEGERS = ("linear:Q4_K:16", "linear:Q6_K:64", "long:Q6_K:1", "long:Q6_K:64", "gate_up:Q5_K,Q6_K:64")
 INTEGERS += ("gate_up:Q2_K,Q3_K:512", "gate_up:Q6_K,Q6_K:4096", "down:Q6_K:64", "down:Q5_K:512", "deep:Q6_K:4096")
@@ -42,10 +42,10 @@ def test_fits_the_gpu(capability: int) -> None:
     for found in compiled(capability, *CASES, *LONG.get(capability, ())):
         assert found["shared"] <= SHARED[capability] * 1024
         kind = found["case"].split(":")[0]
-        few = LIMITED_SPILL if kind == "few_gate_up" else FEW_SPILL
+        few = LIMITED_SPILL if kind == "one_gate_up" else FEW_SPILL
         assert found["stack"] <= (MANY_SPILL if found["case"].endswith(":2048") else few)
         assert found["waits"] == (capability >= 90 and kind in CHAINED)
-        early = BIAS if capability >= 90 and kind == "few_gate_up" else 0
+        early = BIAS if capability >= 90 and kind == "one_gate_up" else 0
         assert len(found["early"]) == early
         assert all(".global.b32" in access and "ld" in access for access in found["early"])
 

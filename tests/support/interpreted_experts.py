@@ -4,7 +4,7 @@ The real model is built by the real loader, and the runner of a layer takes step
 JSON object: ``built`` is how runners are built here, ``steps`` has a record for each number of tokens (the largest
 relative ``error``, how many ``sums`` took the shared expert, ``watched``: the same while someone records choices),
 ``ranks`` has how many sums over ranks vLLM's own runner and ours make of a step, and the ``error`` with them,
-``few`` has records of steps where one token's shared expert and choice are in the products: besides, how often they
+``one`` has records of steps where one token's shared expert and choice are in the products: besides, how often they
 were ``launched`` so, ``obstacles`` says why changed layers would not be fused, ``slots`` and ``choices`` why they would
 be without either, ``compiled`` whether torch.compile takes the runner whole, and
 ``prepared`` names what warm-up launches. Kernels run under Triton's interpreter, so this is a process of its own.
@@ -27,7 +27,7 @@ import glm5deploy.vllm_plugin
 from tests.support.built_model import load, single_rank
 
 STEPS = (1, 3, 32, 33)
-FEW = (1, 2)
+ONE = (1, 2)
 
 
 def run(config: Any, runner: Any, x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def grouped(runner: Any) -> Any:
     )
 
 
-def few(config: Any, runner: Any) -> list[dict[str, Any]]:
+def one(config: Any, runner: Any) -> list[dict[str, Any]]:
     """Kernels compute, and vLLM's router is not asked for what they choose."""
     from glm5deploy.vllm_plugin import quantised_ops
 
@@ -85,11 +85,11 @@ def few(config: Any, runner: Any) -> list[dict[str, Any]]:
 
     def launched(x: Any, planes: Any, shared: Any, choice: Any) -> torch.Tensor:
         calls.append(choice)
-        return quantised_ops._few_on_gpu(x, planes, shared, choice)
+        return quantised_ops._one_on_gpu(x, planes, shared, choice)
 
-    plain, quantised_ops._few = quantised_ops._few, launched
+    plain, quantised_ops._one = quantised_ops._one, launched
     records = []
-    for tokens in FEW:
+    for tokens in ONE:
         x = torch.randn(tokens, runner.moe_config.hidden_dim, generator=torch.Generator().manual_seed(tokens))
         runner.fused = runner.together = False
         expected = run(config, runner, x)
@@ -103,7 +103,7 @@ def few(config: Any, runner: Any) -> list[dict[str, Any]]:
         same = torch.allclose(run(config, runner, x), expected, rtol=1e-5, atol=1e-6)
         runner.router.set_capture_fn(None)
         records.append({**record, "watched": same and not calls and [len(ids) for ids in seen] == [tokens]})
-    quantised_ops._few = plain
+    quantised_ops._one = plain
     return records
 
 
@@ -155,7 +155,7 @@ def obstacles(runner: Any) -> list[str | None]:
 
 
 def slots(runner: Any) -> list[str | None]:
-    from glm5deploy.vllm_plugin.few_experts import shared_obstacle
+    from glm5deploy.vllm_plugin.experts_together import shared_obstacle
 
     layer = runner._shared_experts._layer
     return changed(
@@ -187,7 +187,7 @@ def halved(layer: Any) -> Any:
 
 
 def choices(runner: Any) -> list[str | None]:
-    from glm5deploy.vllm_plugin.few_experts import choice_obstacle
+    from glm5deploy.vllm_plugin.experts_together import choice_obstacle
 
     router = runner.router
     return changed(
@@ -276,7 +276,7 @@ def main() -> None:
         }
         runners[0].router = grouped(runners[0])
         with torch.compiler.set_stance("force_eager"):  # vLLM compiles its router
-            report |= {"choices": choices(runners[0]), "few": few(config, runners[0])}
+            report |= {"choices": choices(runners[0]), "one": one(config, runners[0])}
         report["prepared"] = prepared(config, runners[0])
     sys.stdout.write("\n" + json.dumps(report) + "\n")
 

@@ -19,4 +19,4 @@ def test_no_step_launches_what_warm_up_did_not() -> None:
     found = compared()
     assert found["missing"] == []
     names = {line.partition(":")[0].rpartition(".")[2] for line in found["noticed"]}
-    assert names == {"sum_kernel", "few_gate_up_kernel", "few_down_kernel"}, "launches that are left out must show"
+    assert names == {"sum_kernel", "one_gate_up_kernel", "one_down_kernel"}, "launches that are left out must show"

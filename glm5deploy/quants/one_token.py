@@ -9,14 +9,14 @@ from glm5deploy.kernels.chain import chained
 from glm5deploy.quants import gpu, launch
 from glm5deploy.quants.arguments import kernel_format, pointers
 from glm5deploy.quants.counters import part_memory
-from glm5deploy.quants.few_tokens_kernel import few_down_kernel, few_gate_up_kernel
 from glm5deploy.quants.moe_kernel import sum_kernel
+from glm5deploy.quants.one_token_kernel import one_down_kernel, one_gate_up_kernel
 from glm5deploy.quants.planes import Planes
 from glm5deploy.quants.routed_experts import SUM_SPAN
 from glm5deploy.quants.token_experts import Choice, Shared
 
 
-def few(
+def experts(
     x: torch.Tensor,
     gate: Planes,
     up: Planes,
@@ -36,7 +36,7 @@ def few(
     choice.check(1, gate.experts)
     logits, bias, topk, scale = choice
     n, slots = gate.rows, 1 + topk
-    a, b = configs or launch.few_launch(topk, n, gate.supers, down.rows, gpu.describe(x.device).processors)
+    a, b = configs or launch.one_token_launch(topk, n, gate.supers, down.rows, gpu.describe(x.device).processors)
     if out is None:
         out = torch.empty((1, down.rows), dtype=x.dtype, device=x.device)
     ids = torch.empty((1, topk), dtype=torch.int32, device=x.device)
@@ -46,7 +46,7 @@ def few(
     blocks = triton.cdiv(n, a.bn)
     parts, tickets = part_memory(a.parts, slots, 2 * n, slots * blocks, x.device)
     first, last = shared.gate_up[0], shared.gate_up[-1]
-    few_gate_up_kernel[(blocks, slots, a.parts)](
+    one_gate_up_kernel[(blocks, slots, a.parts)](
         x, *pointers(gate), *pointers(up), *pointers(first), *pointers(last), ids, scores, logits.contiguous(),
         bias.contiguous(), hidden, parts, tickets, 0, n, first.rows, first.rows - n, gate.columns, gate.supers, a.parts,
         G=kernel_format(gate.format), U=kernel_format(up.format), A=kernel_format(first.format),
@@ -54,7 +54,7 @@ def few(
         BN=a.bn, BM=a.bm, STAGES=a.stages, EVEN=gate.columns % 256 == 0, PTX=x.dtype == torch.bfloat16,
         **a.options, **chained(x.device),
     )  # fmt: skip
-    few_down_kernel[(triton.cdiv(down.rows, b.bn * b.tiles), slots)](
+    one_down_kernel[(triton.cdiv(down.rows, b.bn * b.tiles), slots)](
         hidden, *pointers(down), *pointers(shared.down), ids, scores, terms, float(scale), down.rows, n, down.supers,
         b.tiles, FMT=kernel_format(down.format), A=kernel_format(shared.down.format), TOPK=topk,
         SCORES=triton.next_power_of_2(topk), BN=b.bn, BM=b.bm, STAGES=b.stages, ONE=down.supers == 1, EVEN=n % 256 == 0,

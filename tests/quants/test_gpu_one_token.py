@@ -1,6 +1,6 @@
 """On a GPU: a layer of experts for one token, and how long it takes: with the shared one among them, and beside them.
 
-Run there with `pytest -m gpu -s tests/quants/test_gpu_few_tokens.py`.
+Run there with `pytest -m gpu -s tests/quants/test_gpu_one_token.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from glm5deploy.kernels.measure import graph_time, relative_rms
-from glm5deploy.quants import few_tokens, products, reference, routed_experts
+from glm5deploy.quants import one_token, products, reference, routed_experts
 from glm5deploy.quants.planes import Planes, repack
 from glm5deploy.quants.token_experts import Choice, Shared
 from tests.quants.blocks import random_rows
@@ -61,9 +61,9 @@ def test_a_layer_of_experts(layers: list[Layer]) -> None:
     ways: dict[str, Callable[[Layer], torch.Tensor]] = {
         "without the shared expert": lambda layer: routed_experts.moe(x, *layer[0], *chosen),
         "beside": lambda layer: beside(x, layer, chosen, stream),
-        "among them, and chosen there": lambda layer: few_tokens.few(x, *layer[0], layer[1], choice),
+        "among them, and chosen there": lambda layer: one_token.experts(x, *layer[0], layer[1], choice),
     }
-    expected = reference.experts_of_few(x, *layers[0][0], layers[0][1], choice)
+    expected = reference.experts_of_one(x, *layers[0][0], layers[0][1], choice)
     told = []
     for way, call in ways.items():
         if way != "without the shared expert":

@@ -103,7 +103,7 @@ def expert_of_rank(
 
 
 @triton.jit(do_not_specialize=["FIRST", "SUPERS", "PARTS"])
-def few_gate_up_kernel(
+def one_gate_up_kernel(
     x, gl, gh, gw, gs, ul, uh, uw, us, al, ah, aw, a_s, bl, bh, bw, bs, ids, scores, logits, bias,
     hidden, parts, tickets, FIRST, N, ROWS, UP, K, SUPERS, PARTS,
     G: tl.constexpr, U: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
@@ -139,7 +139,7 @@ def few_gate_up_kernel(
 
 
 @triton.jit(do_not_specialize=["SUPERS", "TILES"])
-def few_down_kernel(
+def one_down_kernel(
     hidden, low, high, words, halves, al, ah, aw, a_s, ids, scores, terms, scale, N, K, SUPERS, TILES,
     FMT: tl.constexpr, A: tl.constexpr, TOPK: tl.constexpr, SCORES: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     STAGES: tl.constexpr, ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, CHAINED: tl.constexpr,

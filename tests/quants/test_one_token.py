@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glm5deploy.quants import few_tokens, reference
+from glm5deploy.quants import one_token, reference
 from glm5deploy.quants.launch import Launch
 from glm5deploy.quants.planes import Planes
 from glm5deploy.quants.token_experts import Choice, Shared
@@ -47,9 +47,9 @@ def test_chosen_experts(kind: str, experts: int, topk: int, warps: int) -> None:
 def test_one_token_chooses_its_experts(experts: Experts, kind: str, joined: bool, configs: object) -> None:
     logits, bias = (t.to(DEVICE) for t in logits_of(kind, 5))
     x, shared, choice = tokens(1, 512), shared_of(joined), Choice(logits, bias, 3, 2.5)
-    expected = reference.experts_of_few(x, *experts, shared, choice)
+    expected = reference.experts_of_one(x, *experts, shared, choice)
     for _ in range(2):  # the second call finds the tickets as the first left them
-        found = few_tokens.few(x, *experts, shared, choice, configs=configs)  # type: ignore[arg-type]
+        found = one_token.experts(x, *experts, shared, choice, configs=configs)  # type: ignore[arg-type]
         assert rms_error(found, expected) < LIMIT
 
 
@@ -68,6 +68,6 @@ def test_experts_that_do_not_fit_are_refused(experts: Experts) -> None:
     ):
         assert not wrong.fits(*experts)
     with pytest.raises(ValueError, match="do not fit"):
-        few_tokens.few(tokens(2, 512), *experts, fine, Choice(torch.zeros(2, 5), torch.zeros(5), 3, 1.0))
+        one_token.experts(tokens(2, 512), *experts, fine, Choice(torch.zeros(2, 5), torch.zeros(5), 3, 1.0))
     with pytest.raises(ValueError, match="cannot be chosen"):
-        few_tokens.few(tokens(1, 512), *experts, fine, Choice(torch.zeros(1, 6), torch.zeros(6), 3, 1.0))
+        one_token.experts(tokens(1, 512), *experts, fine, Choice(torch.zeros(1, 6), torch.zeros(6), 3, 1.0))
