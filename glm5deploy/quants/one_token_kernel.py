@@ -30,20 +30,9 @@ def ordered(score):
 
 @triton.jit
 def score_of(logits, PTX: tl.constexpr):
-    """Sigmoids, every bit as vLLM's router has them: those that it takes to be equal are equal here.
-
-    It computes (tanh(x / 2) + 1) / 2 with CUDA's tanhf, which is a polynomial below 0.6 and 1 - 2 / (exp(2 |x|) + 1)
-    above, one of them behind a branch. Here all threads compute both, so that none waits for others' way.
-    """
+    """Sigmoids, in the form in which vLLM's router has them: those that it takes to be equal are equal here."""
     if PTX:
-        size = tl.abs(logits) * 0.5
-        far = tl.exp2(size * 2.8853900817779268)  # 2 / ln 2
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [far + 1.0], dtype=tl.float32, is_pure=True, pack=1
-        )
-        near = libdevice.tanh(tl.minimum(size, 0.59999996))
-        away = tl.where(size >= 9.010914, 1.0, tl.fma(inverse, tl.full(inverse.shape, -2.0, tl.float32), 1.0))
-        return tl.where(logits < 0.0, -0.5, 0.5) * tl.where(size < 0.6, near, away) + 0.5
+        return 0.5 * libdevice.tanh(0.5 * logits) + 0.5
     else:
         return tl.sigmoid(logits)
 

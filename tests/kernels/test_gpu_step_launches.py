@@ -19,6 +19,7 @@ from glm5deploy.kernels.attention import (
     split_keys,
     split_workspace_elements,
 )
+from glm5deploy.kernels.chain import chained
 from glm5deploy.kernels.index_input import index_input
 from glm5deploy.kernels.measure import graph_time
 from glm5deploy.kernels.sparse_mla import combine_splits_kernel
@@ -77,7 +78,7 @@ class Parts:
         dims = combine_dims(rows, gpu(DEVICE))
         grid, parts = (rows, 512 // dims), combine_splits(self.splits)
         arguments = (self.partial, self.lse, self.latent, self.latent_lse, self.splits)
-        combine_splits_kernel[grid](*arguments, BS=parts, BD=dims, num_warps=4)
+        combine_splits_kernel[grid](*arguments, BS=parts, BD=dims, num_warps=4, **chained(DEVICE))
         torch.bmm(self.latent.transpose(0, 1), weight, out=self.out.transpose(0, 1))
         return self.out
 
