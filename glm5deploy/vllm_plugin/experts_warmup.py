@@ -13,7 +13,7 @@ from glm5deploy.vllm_plugin.experts import Glm5ExpertsRunner, fused
 
 
 def launches(dtype: torch.dtype) -> list[Launch]:
-    """For activations of ``dtype``; layers of one kind launch the same."""
+    """For activations of ``dtype``; layers of one kind launch the same. First those that take long to compile."""
     kinds: dict[Hashable, Glm5ExpertsRunner] = {}
     for reference in fused:
         runner = reference()
@@ -23,7 +23,7 @@ def launches(dtype: torch.dtype) -> list[Launch]:
     for runner in kinds.values():
         found.append(_sum(runner, dtype))
         if runner.together:
-            found.append(_together(runner, dtype))
+            found.insert(0, _together(runner, dtype))
     return found
 
 

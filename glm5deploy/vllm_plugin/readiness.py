@@ -35,11 +35,12 @@ def begin(device: torch.device) -> None:
 def warm_up(serving: Serving, device: torch.device) -> None:
     """Compile, or load from the cache on disk, every variant of every kernel; whatever comes later is warned of."""
     engine = serving.max_tokens, serving.dtype
-    products = [*product_warmup.launches(*engine), *experts_warmup.launches(engine[1])]
+    # What takes longest to compile goes first, or threads would wait for it at the end.
+    wanted = [*experts_warmup.launches(engine[1]), *product_warmup.launches(*engine), *launches(serving, device)]
     parallel = torch.distributed.is_initialized()
     rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if parallel else (0, 1)
     start = time.monotonic()
-    found = prepare([*launches(serving, device), *products], device, rank, ranks, _say_progress())
+    found = prepare(wanted, device, rank, ranks, _say_progress())
     compiled = sum(not variant.cached for variant in found)
     logger.info(
         "%d kernel variants prepared before serving in %.1f s: %d compiled, %d loaded",

@@ -105,7 +105,7 @@ def test_the_runner_compiles_into_one_graph(report: Any) -> None:
 
 
 def test_launches_are_prepared(report: Any) -> None:
-    assert report["prepared"] == ["sum", "together"]
+    assert report["prepared"] == ["together", "sum"]
 
 
 def test_code_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
