@@ -16,8 +16,9 @@ from glm5deploy.kernels.sparse_mla import combine_splits_kernel
 
 def prepare(dims):
     types = {"partial": "*fp32", "partial_lse": "*fp32", "out": "*bf16", "lse": "*fp32", "splits": "i32"}
-    signature = types | {"BS": "constexpr", "BD": "constexpr"}
-    source = ASTSource(combine_splits_kernel, signature, {"BS": 8, "BD": dims}, {(0,): [["tt.divisibility", 16]]})
+    constants = {"BS": 8, "BD": dims, "CHAINED": False}
+    signature = types | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(combine_splits_kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
     triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 4})
 
 heard = []
@@ -54,4 +55,4 @@ def test_every_variant_is_written_down_with_its_phase(tmp_path: Path) -> None:
         ("serving", False),
     ]
     types = "partial:*fp32:16 partial_lse:*fp32 out:*bf16 lse:*fp32 splits:i32"
-    assert lines[2]["variant"] == f"warps=4 stages=3 BS=8 BD=512 {types}"
+    assert lines[2]["variant"] == f"warps=4 stages=3 BS=8 BD=512 CHAINED=False {types}"
