@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 # Arguments that nobody writes while a model runs: they may be read before the launch ahead has ended.
 WEIGHTS = frozenset({"weight", "q_weight", "kv_weight"})
-_ACCESS = re.compile(r"\b(ld|st|atom|red)\b\S*\.global|\bcp\.(async|reduce)\S*\.global|\bcp\.async\.bulk")
+# Also a call of a function that is not inlined: it may read and write anything.
+_ACCESS = re.compile(r"\b(ld|st|atom|red)\b\S*\.global|\bcp\.(async|reduce)\S*\.global|\bcp\.async\.bulk|\bcall\b")
 _LOAD = re.compile(r"\bld\b\S*\.global.*\[\s*(%\w+)")
 _JUMP = re.compile(r"(?:@!?%\w+ )?(bra|ret|exit)\b(?:\.uni)?(?:\s+(\$\w+))?")
 _DEFINED = re.compile(r"(?:@!?%\w+ )?\S+\s+(\{[^}]*\}|%\w+(?:\|%\w+)?)\s*,\s*(.*)")
@@ -15,7 +16,7 @@ WAIT, NEXT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 
 def out_of_order(ptx: str, signature: Mapping[str, str], weights: Iterable[str] = WEIGHTS) -> list[str]:
-    """Instructions that may run before the wait: the next launch's beginning, and reads and writes of memory.
+    """Instructions that may run before the wait: the next launch's beginning, calls, reads and writes of memory.
 
     But for reads of ``weights``. ``signature``: types of the kernel's arguments, in order, as Triton takes them.
     """
