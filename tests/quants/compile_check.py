@@ -17,11 +17,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from glm5deploy.quants import launch, linear_kernel, moe_kernel, one_token_kernel
+from glm5deploy.quants import activations, launch, linear_kernel, moe_kernel, one_token_kernel
 from glm5deploy.quants.arguments import kernel_format
 from glm5deploy.quants.formats import FORMATS
-from tests.quants.gluon_source import integer_source, planes_signature
+from tests.quants.gluon_source import TYPES, integer_source, planes_signature
 from tests.support.chain_order import WAIT, out_of_order
+from tests.support.compiling import kernel_source
 
 # A case: kernel, its formats, and the launch that products.py would choose on a GPU of 132 multiprocessors
 PROCESSORS = 132
@@ -30,6 +31,15 @@ PAIRS = {"pair": (2624, 24), "queries": (6144, 8)}  # rows of two weights
 HIDDEN = {"down": 256, "deep": 1024, "deepest": 4096}  # units, of products with integers
 POINTERS = {"x", "y", "hidden", "out", "terms", "parts", "tickets", "ids", "order", "work", "weights"}
 POINTERS |= {"scores", "logits", "bias"}
+WEIGHTS = ("bias",)  # of what is read ahead of the wait: a router's; planes are asked for, not read
+# Kernels around the products, and what they are compiled for.
+SORT, FIT = {"BM": 8, "CHUNK": 1024}, {"ROWS": 1, "SUPERS": 32}
+AROUND = {
+    "sort": (moe_kernel.sort_kernel, SORT),
+    "sum": (moe_kernel.sum_kernel, {"TOPK": 8, "BN": 512, "ALSO": True}),
+    "fit": (activations.fit_kernel, FIT),
+    "sort_fit": (activations.sort_fit_kernel, SORT | FIT),
+}
 
 
 def integer_case(kind: str, names: list[str], tokens: int, capability: int) -> tuple[Any, launch.Launch]:
@@ -55,11 +65,21 @@ def integer_case(kind: str, names: list[str], tokens: int, capability: int) -> t
     return integer_source(kernel, formats, constants), c
 
 
+def around_source(kind: str, capability: int) -> Any:
+    """The source of one of AROUND."""
+    kernel, constants = AROUND[kind]
+    types = TYPES | {"x": "*bf16", "terms": "*fp32", "also": "*bf16", "out": "*bf16"}
+    pointers = [name for name in kernel.arg_names if name in types]
+    return kernel_source(kernel, types, constants | {"CHAINED": capability >= 90}, pointers)
+
+
 def compile_case(case: str, capability: int) -> dict[str, Any]:
     """Case names: one of LINEAR and down:TYPE:TOKENS, one of PAIRS and gate_up:TYPE,TYPE:TOKENS, dense:TYPE:0.
 
-    With integer_ before them, of products with integers.
+    With integer_ before them, of products with integers. One of AROUND has neither types nor tokens.
     """
+    if case in AROUND:
+        return needs(case, capability, around_source(case, capability), {"num_warps": 4})
     kind, types, count = case.split(":")
     names, tokens = types.split(","), int(count)
     if kind.startswith("integer_"):
@@ -143,7 +163,7 @@ def compile_case(case: str, capability: int) -> dict[str, Any]:
 def needs(case: str, capability: int, source: Any, options: dict[str, Any]) -> dict[str, Any]:
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = made.asm["ptx"]
-    early = out_of_order(ptx, source.signature, ()) if WAIT in ptx else []
+    early = out_of_order(ptx, source.signature, WEIGHTS) if WAIT in ptx else []
     usage = resource_usage(made.asm["cubin"])
     return {
         "case": case,
