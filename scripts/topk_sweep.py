@@ -90,7 +90,7 @@ def compile_all(script: str, jobs: int = 16) -> None:
 
 
 def wrong_rows(choose: Choose, rows: int, width: int) -> int:
-    """Of rows with ties, crowds, NaN, infinities and misleading samples, 26 kinds, how many differ from the reference.
+    """Of rows with ties, crowds, NaN, infinities and misleading samples, 27 kinds, how many differ from the reference.
 
     As many at a time as are launched together at this shape.
     """
