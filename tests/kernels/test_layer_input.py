@@ -79,9 +79,9 @@ def test_half_precision_is_rounded_as_separate_operations_round() -> None:
     assert torch.equal(cache[0, :5, 512:], rows[:, 512:])
 
 
-@pytest.mark.parametrize(("tokens", "outputs", "width"), [(1, 10, 6144), (2, 7, 1000), (2, 160, 300)])
+@pytest.mark.parametrize(("tokens", "outputs", "width"), [(1, 10, 6144), (2, 7, 1000), (2, 9, 512), (2, 160, 300)])
 def test_hidden_states_are_multiplied_beside(tokens: int, outputs: int, width: int) -> None:
-    """The product is torch's and the rest is what it is without; one program's second column is not there."""
+    """The product is torch's, the rest what it is without; a program's second column or both may not be there."""
     x, q_weight, kv_weight = inputs(tokens, 96, torch.float32)
     positions, cos_sin = torch.arange(tokens), angles(50, torch.float32)
     hidden, weight = torch.randn(tokens, width), torch.full((outputs + 1, width), torch.nan)
