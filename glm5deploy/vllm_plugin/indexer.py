@@ -82,7 +82,7 @@ class Glm5Indexer(nn.Module):
         )
         self.own_product = (
             engine_config.reaches(engine_config.fusion(vllm_config), "experts")
-            and not (cpu.is_cpu() or envs.VLLM_BATCH_INVARIANT)
+            and not (cpu.is_cpu() or envs.VLLM_BATCH_INVARIANT or vllm_config.lora_config is not None)
             and type(self.wk_weights_proj.quant_method) is UnquantizedLinearMethod
         )
         self.k_norm = LayerNorm(self.head_dim, eps=1e-6, dtype=torch.float32)
