@@ -237,11 +237,12 @@ def test_kernels_are_warmed_for_the_block_size_that_vllm_settles_on_later(monkey
     made.scheduler_config = SimpleNamespace(max_num_batched_tokens=256)
     made.model_config.max_model_len = 2048
     model = SimpleNamespace(num_attention_heads=8, index_n_heads=32, index_topk=64, q_lora_rank=96, qk_nope_head_dim=48)
-    model.hidden_size, model.v_head_dim = 80, 64
+    model.hidden_size, model.v_head_dim, model.n_routed_experts = 80, 64, 24
     for fusion in ("off", "latent", "query", "norms", "experts"):
         made.additional_config = {"glm5_fusion": fusion}
         indexer._reserve(made, model)
     assert {(serving.block_size, serving.dtype) for serving in asked} == {(64, torch.bfloat16)}
     found = [(serving.query_rank, serving.query_nope, serving.width) for serving in asked]
     assert found == [(0, 0, 0), (96, 0, 0), (96, 48, 0), (96, 48, 80), (96, 48, 80)]
-    assert [(serving.values, serving.index_at_once) for serving in asked] == [(0, False)] * 4 + [(64, True)]
+    found = [(serving.values, serving.experts, serving.index_at_once) for serving in asked]
+    assert found == [(0, 0, False)] * 4 + [(64, 24, True)]
