@@ -9,24 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from glm5deploy.quants.scales import BLOCK, BLOCK_MIN, DENSE, E8, half_count, word_count
+from glm5deploy.quants.scales import half_count, word_count
 
 SUPERS_AHEAD = tl.constexpr(2)
 _LINE = tl.constexpr(128)  # bytes
-
-
-@triton.constexpr_function
-def _words(kind: int) -> int:
-    if kind in (int(DENSE), int(BLOCK), int(BLOCK_MIN)):
-        return 0
-    return 2 if kind == int(E8) else word_count(kind)
-
-
-@triton.constexpr_function
-def _halves(kind: int) -> int:
-    if kind in (int(DENSE), int(E8)):
-        return 0
-    return {int(BLOCK): 8, int(BLOCK_MIN): 16}.get(kind) or half_count(kind)
 
 
 @triton.constexpr_function
@@ -52,8 +38,8 @@ def ask_ahead(
     low, high, words, halves, first, last, n, N, BN: tl.constexpr, FMT: tl.constexpr, CHAINED: tl.constexpr
 ):  # fmt: skip
     """The first of super-blocks ``first`` to ``last`` of rows n and on, where launches are chained."""
-    WORDS: tl.constexpr = _words(FMT[3])
-    HALVES: tl.constexpr = _halves(FMT[3])
+    WORDS: tl.constexpr = word_count(FMT[3])
+    HALVES: tl.constexpr = half_count(FMT[3])
     if CHAINED:
         for k in tl.static_range(SUPERS_AHEAD):
             sb = tl.minimum(first + k, last - 1)

@@ -41,16 +41,22 @@ def has_minimum(kind: int) -> bool:
 @triton.constexpr_function
 def word_count(kind: int) -> int:
     """Words of a super-block that hold scales and minima in bytes or less, as `Format.word_count`."""
+    if kind in (int(Scales.DENSE), int(Scales.BLOCK), int(Scales.BLOCK_MIN)):
+        return 0
     if kind in (int(Scales.X4), int(Scales.NIBBLE)):
         return 1
-    if kind == int(Scales.NIBBLE16):
+    if kind in (int(Scales.NIBBLE16), int(Scales.E8)):
         return 2
     return 3 if kind in (int(Scales.K4), int(Scales.K3)) else 4
 
 
 @triton.constexpr_function
 def half_count(kind: int) -> int:
-    """Halves of a super-block whose scales are in such words, as `Format.half_count`."""
+    """Halves of a super-block, as `Format.half_count`."""
+    if kind in (int(Scales.DENSE), int(Scales.E8)):
+        return 0
+    if kind in (int(Scales.BLOCK), int(Scales.BLOCK_MIN)):
+        return 8 if kind == int(Scales.BLOCK) else 16
     return 2 if kind in (int(Scales.K4), int(Scales.K2), int(Scales.X4)) else 1
 
 
@@ -90,12 +96,10 @@ def load_scales(words, halves, sb, n, N, FMT: tl.constexpr):
     KIND: tl.constexpr = FMT[3]
     if KIND == DENSE:
         return (), (), ()
-    elif KIND == BLOCK:
-        return (), (), _load_halves(halves, sb, n, N, 8)
-    elif KIND == BLOCK_MIN:
-        return (), (), _load_halves(halves, sb, n, N, 16)
+    elif KIND == BLOCK or KIND == BLOCK_MIN:
+        return (), (), _load_halves(halves, sb, n, N, half_count(KIND))
     elif KIND == E8:
-        return _load_words(words, sb, n, N, 2), (), ()
+        return _load_words(words, sb, n, N, word_count(KIND)), (), ()
     else:
         W: tl.constexpr = word_count(KIND)
         found = _load_words(words, sb, n, N, W)
