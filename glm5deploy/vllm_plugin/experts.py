@@ -108,7 +108,7 @@ def why_not(runner: Any) -> str | None:
         and not runner.enable_dbo,
         "answers are not to depend on the batch": not envs.VLLM_BATCH_INVARIANT,
     }
-    return next((obstacle for obstacle, fine in checks.items() if not fine), None)
+    return replaced.first(checks)
 
 
 def experts_factory(*args: Any, **kwargs: Any) -> MoERunner:

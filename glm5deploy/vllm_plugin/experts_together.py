@@ -19,10 +19,6 @@ from glm5deploy.vllm_plugin import replaced
 from glm5deploy.vllm_plugin.quantised_linear import Glm5LinearMethod
 
 
-def _first(checks: dict[str, bool]) -> str | None:
-    return next((obstacle for obstacle, fine in checks.items() if not fine), None)
-
-
 def obstacle(runner: Any) -> str | None:
     """What keeps experts that vLLM has built from these launches, or None."""
     return shared_obstacle(runner) or choice_obstacle(runner)
@@ -37,7 +33,7 @@ def shared_obstacle(runner: Any) -> str | None:
     if type(layer) is not DeepseekV2MLP or type(layer.act_fn) is not SiluAndMul:
         return "the shared expert is of another kind"
     parts = layer.gate_up_proj, layer.down_proj
-    found = _first(
+    found = replaced.first(
         {
             "the shared expert's weights are not ours": {type(p.quant_method) for p in parts} == {Glm5LinearMethod},
             "the shared expert has a bias": all(part.bias is None for part in parts),
@@ -65,7 +61,7 @@ def choice_obstacle(runner: Any) -> str | None:
     if type(router) is not GroupedTopKRouter:
         return f"experts are chosen by {type(router).__name__}"
     bias = router.e_score_correction_bias
-    return _first(
+    return replaced.first(
         {
             "experts are chosen by groups": (router.num_expert_group, router.topk_group) == (1, 1),
             "experts are not chosen by sigmoids": router.scoring_func == "sigmoid",

@@ -117,4 +117,4 @@ def why_not(layer: Any) -> str | None:
         and all(norm.weight.dtype == torch.get_default_dtype() for norm in norms)
         and norms[0].variance_epsilon == norms[1].variance_epsilon,
     }
-    return next((obstacle for obstacle, fine in checks.items() if not fine), None)
+    return replaced.first(checks)

@@ -62,4 +62,4 @@ def why_not(norm: Any, config: Any) -> str | None:
         ),
         "answers are not to depend on the batch": not envs.VLLM_BATCH_INVARIANT,
     }
-    return next((obstacle for obstacle, fine in checks.items() if not fine), None)
+    return replaced.first(checks)

@@ -80,6 +80,11 @@ def obstacle(part: str = "attention") -> str | None:
     return f"this vLLM's {', '.join(names)} is not the code that they replace" if names else None
 
 
+def first(checks: dict[str, bool]) -> str | None:
+    """The first obstacle, in words, whose check is false; None where nothing is in the way."""
+    return next((obstacle for obstacle, fine in checks.items() if not fine), None)
+
+
 def _digest(module: str, path: str) -> str | None:
     try:
         source = inspect.getsource(compat.resolve(module, path))
