@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-FIRST_CHAINED_CAPABILITY = (9, 0)
+FIRST_CHAINED_ARCH = 90
 _allowed = True
 
 
@@ -59,4 +59,7 @@ def chained(device: torch.device) -> dict[str, bool]:
 
 @lru_cache(maxsize=16)
 def _can_chain(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CHAINED_CAPABILITY
+    if device.type != "cuda":
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor >= FIRST_CHAINED_ARCH

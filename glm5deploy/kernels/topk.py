@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 import triton
 
+from glm5deploy.kernels.chain import FIRST_CHAINED_ARCH
 from glm5deploy.kernels.layout import require
 from glm5deploy.kernels.topk_block import topk_block_kernel
 from glm5deploy.kernels.topk_config import (
     BLOCK_REGISTERS,
-    FIRST_EARLY_ARCH,
     MAX_K,
     MAX_PARTS,
     MOST_SHARED_ROWS,
@@ -131,7 +131,7 @@ def select_topk(
     ends = rows * warps * WARP_COLUMNS, rows * (warps * WARP_COLUMNS + parts * entries)
     held, lists, counts = pairs[: ends[0]], pairs[ends[0] : ends[1]], pairs[ends[1] :]
     # The second kernel may start while the first one runs; it waits for its results itself.
-    early = logits.is_cuda and of.arch >= FIRST_EARLY_ARCH
+    early = logits.is_cuda and of.arch >= FIRST_CHAINED_ARCH
     if parts > 1:
         topk_parts_kernel[(rows, parts)](
             logits,

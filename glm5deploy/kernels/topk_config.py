@@ -18,8 +18,6 @@ WARP_COLUMNS = 512
 # Of a thread, so that two programs of sixteen warps share a multiprocessor, and two of eight.
 BLOCK_REGISTERS = 64
 STREAM_REGISTERS = 128
-# A kernel can start while the one before it runs from here on.
-FIRST_EARLY_ARCH = 90
 # Where `topk_steps` was measured; others keep to keys.
 STEPS_ARCH = 90
 # The longest row, with what comes in front of it within 16 bytes, that `topk_steps` takes.

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from glm5deploy.kernels.chain import let_next_begin, wait_for_previous
 from glm5deploy.kernels.topk_device import (
     LEAST_KEY,
     NO_KEY,
@@ -103,8 +103,7 @@ def topk_parts_kernel(
 ):
     """Lists what reaches the row's threshold, one list a part; a list with a count above 512 * WARPS is not whole."""
     SIZE: tl.constexpr = 512 * WARPS
-    if EARLY:
-        gdc_launch_dependents()
+    let_next_begin(EARLY)  # at once: this launch begins when all before it have ended
     i_t = tl.program_id(0).to(tl.int64)
     i_p = tl.program_id(1)
     width, o_row, before = row_begin(starts, lengths, i_t, stride_in, HAS_STARTS)
@@ -170,8 +169,7 @@ def topk_stream_kernel(
         o_part = fours(WARPS) // share
         o_entry = fours(WARPS) - o_part * share + tl.arange(0, 4)[None, None, None, :]
         m_part = o_part < parts
-    if EARLY:
-        gdc_wait()
+    wait_for_previous(EARLY)
     if PARTS > 0:
         o_p = tl.arange(0, PARTS)
         b_told = tl.load(counts + i_t * parts + o_p, mask=o_p < parts, other=0)

@@ -21,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from glm5deploy.kernels.chain import FIRST_CHAINED_ARCH
 from glm5deploy.kernels.query_input import REGISTERS
 from glm5deploy.kernels.row_product import BESIDE_TOKENS, ROUTER_TOKENS
 from glm5deploy.kernels.tuning import (
@@ -184,7 +185,7 @@ def selection_job(arch: int, variant: tuple[str, int, int, int], part_warps: int
     types = {"logits": F32, "starts": I32, "lengths": I32, "counts": "*i64", "topk": I32}
     types |= {"lists": "*i64", "held_pairs": "*i64"}
     constants: dict[str, Any] = {"HAS_STARTS": False, "WARPS": warps, "ASM": True}
-    early = arch >= topk.FIRST_EARLY_ARCH
+    early = arch >= FIRST_CHAINED_ARCH
     aligned = ("logits", "lists")
     match kind:
         case "block":
@@ -308,7 +309,7 @@ def compile_one(job: Job) -> dict[str, Any]:
 
     module, name = job.kernel.split(".")
     kernel = getattr(import_module(f"glm5deploy.kernels.{module}"), name)
-    constants = job.constants | ({"CHAINED": job.arch >= 90} if "CHAINED" in kernel.arg_names else {})
+    constants = job.constants | ({"CHAINED": job.arch >= FIRST_CHAINED_ARCH} if "CHAINED" in kernel.arg_names else {})
     source = kernel_source(kernel, job.types, constants, job.aligned)
     options = {"num_warps": job.warps, "num_stages": job.stages, "maxnreg": job.registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", job.arch, 32), options=options)
