@@ -45,17 +45,22 @@ def row_begin(starts, lengths, i_t, stride_in, HAS_STARTS: tl.constexpr):
 
 
 @triton.jit
+def mirrored(b_bits):
+    """int32 in the order of fp32 numbers from their bits, and back. Gluon calls this as well."""
+    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def ordered_key(b_x):
     """fp32 -> int32 in the same order; -0 counts as 0 and NaN as -inf."""
     # The sum makes -0 a 0, and the maximum of NaN and a number is the number.
-    b_bits = tl.maximum(b_x + 0.0, float("-inf")).to(tl.int32, bitcast=True)
-    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+    return mirrored(tl.maximum(b_x + 0.0, float("-inf")).to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def key_value(key):
     """The fp32 number of a key; NaN, which no number reaches, of one above +inf's."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return mirrored(key).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from glm5deploy.kernels.topk_device import mirrored
 from glm5deploy.kernels.topk_steps_bins import (
     bin_from,
     count,
@@ -40,7 +41,7 @@ def far_keys(row, before, width, WARPS: gl.constexpr, GROUPS: gl.constexpr):
         o_t, o_r = places(WARPS, GROUPS)[part]
         # The sum makes -0 a 0, and the maximum of NaN and a number is the number.
         b_bits = gl.maximum(row[part] + 0.0, float("-inf")).to(gl.int32, bitcast=True)
-        b_far = (MOST_KEY - (b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF))).to(gl.uint32, bitcast=True)
+        b_far = (MOST_KEY - mirrored(b_bits)).to(gl.uint32, bitcast=True)
         m_in = (o_t + o_r >= before) & (o_t + o_r < before + width)
         found += (gl.where(m_in, b_far, 0xFFFFFFFF),)
     return found

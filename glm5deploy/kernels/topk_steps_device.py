@@ -10,6 +10,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from glm5deploy.kernels.topk_device import mirrored
+
 # Steps are the bits of floats from 2^23 to 2^24 - 1: whole numbers in order.
 FIRST_STEP = gl.constexpr(0x4B000000)
 LOG_STEPS = gl.constexpr(23)
@@ -78,12 +80,6 @@ def sample(p_row, before, width, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _mirrored(b):
-    """int32 in the order of fp32 numbers from their bits, and back: integers are reduced by one instruction a warp."""
-    return b ^ ((b >> 31) & 0x7FFFFFFF)
-
-
-@gluon.jit
 def range_of(b_sample, width, k):
     """Numbers that the k-th best of `width` is very likely between, from a sample of them."""
     b_high = gl.max(b_sample, axis=1)
@@ -92,8 +88,9 @@ def range_of(b_sample, width, k):
     b_low = gl.where(width > 3 * k, b_high, gl.min(b_sample, axis=1))
     b_low = gl.minimum(b_low, float("inf")).to(gl.int32, bitcast=True)  # of NaN and a number, the number
     b_high = gl.maximum(b_high, float("-inf")).to(gl.int32, bitcast=True)
-    low = _mirrored(gl.min(_mirrored(b_low), axis=0)).to(gl.float32, bitcast=True)
-    return low, _mirrored(gl.max(_mirrored(b_high), axis=0)).to(gl.float32, bitcast=True)
+    # Integers are reduced by one instruction a warp.
+    low = mirrored(gl.min(mirrored(b_low), axis=0)).to(gl.float32, bitcast=True)
+    return low, mirrored(gl.max(mirrored(b_high), axis=0)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
